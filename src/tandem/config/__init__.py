@@ -1,0 +1,48 @@
+"""Typed, frozen run configuration: sections, loading from YAML with overrides, cross-field checks.
+
+Nothing here imports torch; a component is handed its own section, never the root.
+"""
+
+from tandem.config.load import load_config, resolve_recipe, to_yaml
+from tandem.config.schema import (
+    AlgorithmConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvalConfig,
+    InferenceConfig,
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RewardConfig,
+    RLConfig,
+    RolloutConfig,
+    RunConfig,
+    SFTConfig,
+    SFTStageConfig,
+    TinyModelConfig,
+    TrackingConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvalConfig",
+    "InferenceConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RLConfig",
+    "RewardConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "SFTConfig",
+    "SFTStageConfig",
+    "TinyModelConfig",
+    "TrackingConfig",
+    "TrainConfig",
+    "load_config",
+    "resolve_recipe",
+    "to_yaml",
+]

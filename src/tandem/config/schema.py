@@ -1,0 +1,305 @@
+"""The sections of a run's configuration, one class each; cross-checks sit on the roots."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from tandem.types import GenerationConfig
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RunConfig(Section):
+    """Identity of a run. Its directory is ``output_dir/name``."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    output_dir: str = "outputs"
+    seed: NonNegativeInt = 0
+    threads: PositiveInt | None = Field(
+        None, description="torch threads of the training process; None: cores minus the generator's"
+    )
+
+
+class LoraConfig(Section):
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    dropout: Fraction = 0.0
+    target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
+    adapter_path: str | None = None
+
+
+class TinyModelConfig(Section):
+    """A model built from a config, with a character tokenizer over ``alphabet``."""
+
+    architecture: Literal["qwen3", "llama"] = "qwen3"
+    alphabet: str = "0123456789abcdefghijklmnopqrstuvwxyz ?=+-*/.,:;()<>\n"
+    hidden_size: PositiveInt = 128
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 4
+    num_kv_heads: PositiveInt = 2
+    intermediate_size: PositiveInt = 384
+    max_position: PositiveInt = 512
+
+
+class ModelConfig(Section):
+    """Where the model comes from: a Hugging Face directory, or ``tiny``, built from a config."""
+
+    path: str | None = None
+    tiny: TinyModelConfig | None = None
+    tokenizer_path: str | None = None
+    lora: LoraConfig | None = None
+    max_context: PositiveInt | None = Field(None, description="None: the model's own limit")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of model.path and model.tiny")
+        return self
+
+
+class OptimizerConfig(Section):
+    lr: NonNegativeFloat = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(
+        1.0, description="None or inf: no clipping; 0, negative and NaN are errors"
+    )
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegativeInt = 0
+    min_lr_ratio: Fraction = 0.0
+    max_skipped_in_row: PositiveInt = Field(
+        10, description="non-finite steps in a row before TrainingDiverged"
+    )
+
+    @field_validator("max_grad_norm")
+    @classmethod
+    def _not_nan(cls, value: float | None) -> float | None:
+        if value is not None and value != value:
+            raise ValueError("must be a number > 0, inf or null (no clipping)")
+        return value
+
+
+class TrainConfig(OptimizerConfig):
+    """The train engine and its optimizer; ``train.lr`` and friends are the optimizer's."""
+
+    backend: str = "local"
+    device: str | None = Field(None, description="None: cuda, npu, else cpu")
+    dtype: Dtype = Field("float32", description="compute dtype; master weights are fp32")
+    max_tokens_per_microbatch: PositiveInt = 4096
+    microbatch_size: PositiveInt | None = Field(None, description="rows; None: only the token cap")
+    gradient_checkpointing: bool = False
+    offload_params: bool = False
+    offload_optimizer: bool = False
+    offload_grads: bool = False
+
+
+class InferenceConfig(Section):
+    backend: Literal["embedded", "scripted"] = "embedded"
+    mode: Literal["process", "inprocess"] = Field(
+        "process", description="a child process with its own core, or a thread of this process"
+    )
+    device: str | None = None
+    dtype: Dtype = "float32"
+    max_batch_size: PositiveInt = 64
+    max_context: PositiveInt | None = None
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    transport: Literal["auto", "inprocess", "shared_memory", "disk"] = "auto"
+    threads: PositiveInt = 1
+    start_timeout_s: PositiveFloat = 120.0
+    update_timeout_s: PositiveFloat = 120.0
+
+
+class RewardConfig(Section):
+    """What scores a completion.
+
+    ``name`` is ``auto`` (the data source's own scorer), a built-in, ``path/to/file.py:function`` or
+    ``package.module:function``; ``process`` runs it in child processes with a deadline.
+    """
+
+    name: str = "auto"
+    kwargs: dict[str, Any] = {}
+    process: bool = False
+    workers: PositiveInt = 1
+    timeout_s: PositiveFloat = 30.0
+
+
+class RolloutConfig(Section):
+    batch_size: PositiveInt = Field(32, description="episodes (prompts) in one training batch")
+    group_size: PositiveInt = Field(8, description="samples of one prompt")
+    min_group_size: PositiveInt = 2
+    max_concurrent: PositiveInt = 64
+    max_staleness: NonNegativeInt = 1
+    stale_policy: Literal["drop", "mask", "wait"] = "wait"
+    workflow: str = "single_turn"
+    workflow_kwargs: dict[str, Any] = {}
+    reward: RewardConfig = RewardConfig()
+    generation: GenerationConfig = GenerationConfig(max_new_tokens=64)
+    max_prompt_tokens: PositiveInt | None = None
+    overlong_prompt: Literal["error", "filter", "truncate_left", "truncate_right"] = "error"
+    episode_timeout_s: PositiveFloat = 300.0
+    wait_timeout_s: PositiveFloat = 600.0
+    max_failures_in_row: PositiveInt = 16
+    drop_zero_variance: bool = Field(False, description="dynamic sampling: reject such groups")
+    max_rejected_in_row: PositiveInt = 512
+
+
+class AlgorithmConfig(Section):
+    advantage: str = "grpo"
+    advantage_kwargs: dict[str, Any] = {}
+    policy_loss: str = "ppo_clip"
+    clip_low: NonNegativeFloat = 0.2
+    clip_high: NonNegativeFloat = 0.28
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    aggregation: Literal[
+        "token-mean",
+        "token-sum",
+        "seq-mean-token-sum",
+        "seq-mean-token-mean",
+        "seq-mean-token-sum-norm",
+    ] = "token-mean"
+    horizon: PositiveInt | None = Field(None, description="divisor of seq-mean-token-sum-norm")
+    decoupled: bool = Field(
+        False, description="decoupled PPO: weight tokens by prox / behaviour probability"
+    )
+    behaviour_cap: PositiveFloat = Field(5.0, description="drop tokens whose weight exceeds it")
+    kl_coef: NonNegativeFloat = 0.0
+    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
+    entropy_coef: NonNegativeFloat = 0.0
+    epochs: PositiveInt = 1
+    minibatches: PositiveInt = 1
+    mask_truncated: bool = False
+
+
+class DataConfig(Section):
+    """``source``: ``reasoning_gym`` (procedural, by task name), ``jsonl`` or ``parquet`` (path), or
+    ``dataset`` (a Hugging Face ``datasets`` directory on disk)."""
+
+    source: Literal["reasoning_gym", "jsonl", "parquet", "dataset"] = "reasoning_gym"
+    path: str | None = None
+    task: str | None = None
+    task_kwargs: dict[str, Any] = {}
+    size: PositiveInt | None = Field(None, description="rows used; required for procedural data")
+    seed: NonNegativeInt = Field(0, description="seed of procedural data and of the shuffle")
+    shuffle: bool = True
+    columns: dict[str, str] = Field({}, description="our column name -> the file's")
+    prompt_template: str | None = Field(None, description="e.g. '{question} ='; None: the column")
+    answer_template: str | None = Field(None, description="for demonstrations, e.g. '{answer}'")
+    system_prompt: str | None = None
+    chat: bool = Field(False, description="render prompts through the tokenizer's chat template")
+    answer_noise: str | None = Field(
+        None, description="path.py:function(row, rng) -> answer, for imperfect demonstrations"
+    )
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if self.source == "reasoning_gym":
+            if self.task is None:
+                raise ValueError("data.task is required with source=reasoning_gym")
+            if self.size is None:
+                raise ValueError("data.size is required with source=reasoning_gym")
+        elif self.path is None:
+            raise ValueError(f"data.path is required with source={self.source}")
+        return self
+
+
+class EvalConfig(Section):
+    data: DataConfig | None = None
+    every: NonNegativeInt = Field(
+        0, description="steps between evaluations; 0: before and after only"
+    )
+    samples: PositiveInt = Field(1, description="completions a prompt; 1 with greedy decoding")
+    generation: GenerationConfig = GenerationConfig(greedy=True, max_new_tokens=64)
+    batch_size: PositiveInt = 256
+
+
+class CheckpointConfig(Section):
+    every: NonNegativeInt = Field(
+        10, description="steps between checkpoints; 0: first and last only"
+    )
+    keep: PositiveInt | None = 2
+    upload_url: str | None = None
+    export_model: bool = True
+
+
+class TrackingConfig(Section):
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    project: str = "tandem"
+    progress: bool = True
+
+
+class SFTStageConfig(Section):
+    """One supervised stage: what it reads and for how long."""
+
+    data: DataConfig
+    steps: PositiveInt | None = None
+    epochs: PositiveInt = 1
+    batch_size: PositiveInt = 32
+    max_length: PositiveInt = 512
+    overlong: Literal["error", "filter", "truncate"] = "error"
+    completion_only: bool = True
+    train: TrainConfig = TrainConfig()
+
+
+class Root(Section):
+    run: RunConfig = RunConfig()
+    model: ModelConfig
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    tracking: TrackingConfig = TrackingConfig()
+
+
+class SFTConfig(Root):
+    kind: Literal["sft"] = "sft"
+    sft: SFTStageConfig
+    inference: InferenceConfig = InferenceConfig(mode="inprocess")
+    reward: RewardConfig = RewardConfig()
+
+
+class RLConfig(Root):
+    """A run of reinforcement learning; ``warmup`` is an optional supervised stage before it."""
+
+    kind: Literal["rl"] = "rl"
+    warmup: SFTStageConfig | None = None
+    data: DataConfig
+    train: TrainConfig = TrainConfig()
+    inference: InferenceConfig = InferenceConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    steps: PositiveInt = 100
+
+    @model_validator(mode="after")
+    def _trainable(self) -> Self:
+        rollout, algorithm = self.rollout, self.algorithm
+        changed = rollout.generation.untrainable_fields()
+        if changed:
+            raise ValueError(
+                f"rollout.generation.{changed[0]} changes the sampled distribution, which training "
+                "cannot replay; use the neutral value (top_p 1, top_k 0, min_p 0, penalties off, "
+                "temperature > 0)"
+            )
+        if rollout.generation.n_samples != 1:
+            raise ValueError("rollout.generation.n_samples: use rollout.group_size instead")
+        if rollout.batch_size % algorithm.minibatches:
+            raise ValueError(
+                f"rollout.batch_size ({rollout.batch_size}) must be a multiple of "
+                f"algorithm.minibatches ({algorithm.minibatches})"
+            )
+        if rollout.min_group_size > rollout.group_size:
+            raise ValueError("rollout.min_group_size must be <= rollout.group_size")
+        if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.horizon is None:
+            raise ValueError("algorithm.horizon is required by seq-mean-token-sum-norm")
+        if self.inference.mode == "inprocess" and self.inference.transport == "shared_memory":
+            raise ValueError("inference.transport=shared_memory needs inference.mode=process")
+        return self
