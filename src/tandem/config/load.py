@@ -17,8 +17,8 @@ from tandem.config.keys import (
     takes_boolean,
     takes_only_text,
 )
-from tandem.config.schema import RLConfig, Root, SFTConfig
 from tandem.config.parse import parse_yaml
+from tandem.config.schema import RLConfig, Root, SFTConfig
 from tandem.errors import ConfigError
 
 KINDS: dict[str, type[Root]] = {"sft": SFTConfig, "rl": RLConfig}
@@ -41,7 +41,7 @@ def load_config(
     """
     data = _read(source)
     pairs = [_split(item) for item in overrides]
-    model = _kind_of(data, dict((".".join(path), text) for path, text in pairs), kind)
+    model = _kind_of(data, {".".join(path): text for path, text in pairs}, kind)
     for path, text in pairs:
         _apply(data, path, _value(model, path, text))
     problems = list(_misused_booleans(model, data))

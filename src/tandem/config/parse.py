@@ -7,7 +7,7 @@ Scalars follow the core schema of YAML 1.2: ``1e-5`` is a float, ``010`` is ten,
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -18,7 +18,7 @@ _PREFIX = "tag:yaml.org,2002:"
 
 class _Loader(yaml.SafeLoader):
     # A class of its own table: the parent's holds the rules of YAML 1.1.
-    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
