@@ -11,16 +11,8 @@ import torch
 
 from tandem.config import EvalConfig
 from tandem.data import PromptSource
+from tandem.observe import Sample
 from tandem.rollout import EpisodeRecord, InferenceEngine, SingleTurnWorkflow
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One completion, for people to read."""
-
-    prompt: str
-    completion: str
-    reward: float | None
 
 
 @dataclass(frozen=True)
@@ -88,7 +80,7 @@ def evaluate(
 def _shown(records: list[EpisodeRecord], count: int) -> tuple[Sample, ...]:
     ordered = sorted(records, key=lambda record: record.episode_id)[:count]
     return tuple(
-        Sample(record.prompt, record.completions[0], record.rewards[0])
+        Sample(record.prompt, record.completions[0], correct=(record.rewards[0] or 0.0) >= 1.0)
         for record in ordered
         if record.completions
     )
