@@ -120,21 +120,26 @@ CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "veto": veto,
     "seq_mask_tis": seq_mask_tis,
 }
-"""``correct(prox_logprobs, sampler_logprobs, mask, **params) -> (weights, mask of kept tokens)``."""
+"""``correct(prox_logprobs, sampler_logprobs, mask, **params) -> (weights, kept mask)``."""
+
+REJECTIONS = frozenset({"mis", "veto"})
+"""Corrections that reject: what they drop leaves the denominator of the loss too."""
 
 
 def behaviour_correction(
     batch: TensorDict,
     *,
     method: str = "decoupled_cap",
-    drop_from_denominator: bool = False,
+    drop_from_denominator: bool | None = None,
     **params: Any,
 ) -> TensorDict:
     """A new batch with ``behaviour_weights`` ``[B, T]``, from ``prox_logprobs`` and ``logprobs``.
 
     Call it with all rows of an optimizer step, before ``loss_weights``. Dropped tokens have weight
-    0 in the policy loss. They still count in its denominator and keep their KL and entropy terms,
-    as in AReaL, unless ``drop_from_denominator`` takes them out of ``loss_mask`` too.
+    0 in the policy loss. With ``drop_from_denominator`` they leave ``loss_mask`` and so every term
+    and denominator; without, they still count there, as in AReaL. ``None`` does so for
+    ``REJECTIONS`` only. A second call replaces the weights and keeps the smaller mask, so a
+    rejection can come before a weighting.
     """
     if method not in CORRECTIONS:
         raise ConfigError(f"method: got {method!r}, allowed: {', '.join(CORRECTIONS)}")
@@ -146,7 +151,7 @@ def behaviour_correction(
     )
     out = batch.clone(recurse=False)
     out["behaviour_weights"] = weights.float()
-    if drop_from_denominator:
+    if drop_from_denominator or (drop_from_denominator is None and method in REJECTIONS):
         out["loss_mask"] = kept
     return out
 

@@ -37,6 +37,7 @@ def get_loss(name: str, **params: Any) -> LossFn:
     unknown = sorted(set(params) - set(allowed))
     if unknown:
         raise ConfigError(
-            f"loss {name!r}: unknown parameter {unknown[0]!r}, allowed: {', '.join(allowed) or 'none'}"
+            f"loss {name!r}: unknown parameter {unknown[0]!r}, "
+            f"allowed: {', '.join(allowed) or 'none'}"
         )
     return LOSSES[name](**params)

@@ -58,7 +58,10 @@ def kl_shaped_rewards(
 def overlong_penalty(
     lengths_B: Tensor, *, max_length: int, cache: int, factor: float = 1.0
 ) -> Tensor:
-    """0 up to ``max_length - cache`` tokens, then linearly to ``-factor`` (DAPO, 2503.14476, eq. 13)."""
+    """0 up to ``max_length - cache`` tokens, then linearly to ``-factor``.
+
+    DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
+    """
     if not 0 < cache <= max_length:
         raise ConfigError(f"cache: got {cache}, allowed: 1 to max_length, {max_length}")
     excess = lengths_B.double() - (max_length - cache)

@@ -69,7 +69,7 @@ def masked_whiten(
     elif form == "1/(std+eps)":
         scale = 1.0 / (var.sqrt() + eps)
     else:
-        raise ConfigError(f"form: got {form!r}, allowed: {WhitenForm.__args__}")  # type: ignore[attr-defined]
+        raise ConfigError(f"form: got {form!r}, allowed: {WhitenForm.__args__}")
     is_constant = var.sqrt() <= 4 * torch.finfo(x.dtype).eps * mean.abs()
     scale = torch.where(is_constant, torch.zeros_like(scale), scale)
     out = (x - mean) * scale
