@@ -199,7 +199,15 @@ class DataConfig(Section):
     system_prompt: str | None = None
     chat: bool = Field(False, description="render prompts through the tokenizer's chat template")
     answer_noise: str | None = Field(
-        None, description="path.py:function(row, rng) -> answer, for imperfect demonstrations"
+        None,
+        description="wrong_variant, or path.py:function(row, rng, **kwargs) -> answer, "
+        "for imperfect demonstrations",
+    )
+    answer_noise_kwargs: dict[str, Any] = {}
+    split: Literal["all", "train", "heldout"] = Field(
+        "all",
+        description="by a hash of the question: heldout is one problem in ten, never in train, "
+        "whatever the seeds",
     )
 
     @model_validator(mode="after")
