@@ -132,8 +132,8 @@ def behaviour_correction(
     method: str = "decoupled_cap",
     drop_from_denominator: bool | None = None,
     **params: Any,
-) -> TensorDict:
-    """A new batch with ``behaviour_weights`` ``[B, T]``, from ``prox_logprobs`` and ``logprobs``.
+) -> tuple[TensorDict, dict[str, float]]:
+    """A new batch with ``behaviour_weights`` ``[B, T]``, and metrics, from ``prox_logprobs`` and ``logprobs``.
 
     Call it with all rows of an optimizer step, before ``loss_weights``. Dropped tokens have weight
     0 in the policy loss. With ``drop_from_denominator`` they leave ``loss_mask`` and so every term
@@ -153,7 +153,17 @@ def behaviour_correction(
     out["behaviour_weights"] = weights.float()
     if drop_from_denominator or (drop_from_denominator is None and method in REJECTIONS):
         out["loss_mask"] = kept
-    return out
+    return out, _correction_metrics(out["behaviour_weights"], kept, batch["loss_mask"].bool())
+
+
+def _correction_metrics(weights: Tensor, kept: Tensor, mask: Tensor) -> dict[str, float]:
+    if not bool(mask.any()):
+        return {}
+    return {
+        "behaviour/dropped_fraction": 1.0 - float(kept[mask].float().mean()),
+        "behaviour/weight_mean": float(weights[mask].mean()),
+        "behaviour/weight_max": float(weights[mask].max()),
+    }
 
 
 def geometric_ratio(prox_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> Tensor:

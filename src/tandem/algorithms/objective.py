@@ -31,11 +31,11 @@ class PolicyObjective:
 
     The ratio is taken against ``prox_logprobs``. ``w`` is ``loss_weights``, times
     ``behaviour_weights`` when the batch has them; ``w_kl`` and ``w_entropy`` are
-    ``kl_loss_weights`` and ``entropy_loss_weights``. ``params`` go to the policy loss.
+    ``kl_loss_weights`` and ``entropy_loss_weights``. ``policy_kwargs`` go to the policy loss.
     """
 
     policy_loss: str = "ppo_clip"
-    params: Mapping[str, Any] = field(default_factory=dict)
+    policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     kl_gradient: KLGradient = "auto"
@@ -45,10 +45,10 @@ class PolicyObjective:
         _check_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
         _check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
         known = set(inspect.signature(POLICY_LOSSES[self.policy_loss]).parameters)
-        unknown = sorted(set(self.params) - known)
+        unknown = sorted(set(self.policy_kwargs) - known)
         if unknown:
             raise ConfigError(
-                f"params: {self.policy_loss} does not take {unknown[0]!r}, "
+                f"policy_kwargs: {self.policy_loss} does not take {unknown[0]!r}, "
                 f"allowed: {', '.join(sorted(known - set(_POSITIONAL)))}"
             )
 
@@ -67,15 +67,13 @@ class PolicyObjective:
             _get(microbatch, "advantages"),
             mask,
             **{key: _get(microbatch, key) for key in POLICY_BATCH_KEYS.get(self.policy_loss, ())},
-            **self.params,
+            **self.policy_kwargs,
         )
         weights = _get(microbatch, "loss_weights")
         if "behaviour_weights" in microbatch:
             weights = weights * under_mask(microbatch["behaviour_weights"], mask)
         loss = policy_loss = (weights * policy_BT).sum()
         averages = {f"actor/{name}": value for name, value in stats.items()}
-        if "behaviour_weights" in microbatch:
-            averages["actor/behaviour_kept"] = microbatch["behaviour_weights"] > 0
         if self.kl_coef:
             kl_BT = self._kl(logprobs, microbatch, mask)
             loss = loss + self.kl_coef * (_get(microbatch, "kl_loss_weights") * kl_BT).sum()

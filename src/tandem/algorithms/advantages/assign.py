@@ -17,12 +17,11 @@ from tandem.algorithms.advantages.groups import group_rewards
 from tandem.algorithms.advantages.table import ADVANTAGES, EXTRA_INPUTS, TOKEN_ADVANTAGES
 from tandem.algorithms.tokens import under_mask
 from tandem.errors import ConfigError, DataError
-from tandem.types import Metric
 
 
 def assign_advantages(
     batch: TensorDict, name: str, **kwargs: Any
-) -> tuple[TensorDict, dict[str, Metric]]:
+) -> tuple[TensorDict, dict[str, float]]:
     """A new batch with ``advantages`` float32 ``[B, T]``, 0 outside ``loss_mask``, and metrics.
 
     Call it with all rows of the training batch, before it is cut into optimizer steps. Rows with
@@ -126,7 +125,7 @@ def _get(batch: TensorDict, key: str, name: str) -> Tensor:
     return value
 
 
-def _reward_metrics(batch: TensorDict, rows: _Rows) -> dict[str, Metric]:
+def _reward_metrics(batch: TensorDict, rows: _Rows) -> dict[str, float]:
     if "rewards" not in batch or "group_ids" not in batch:
         return {}
     groups = group_rewards(batch["rewards"].float()[rows.first_S], batch["group_ids"][rows.first_S])
@@ -137,6 +136,6 @@ def _reward_metrics(batch: TensorDict, rows: _Rows) -> dict[str, Metric]:
     num_scored = int(scored.sum())
     num_flat = int((scored & ~informative).sum())
     return {
-        "frac_reward_zero_std": Metric(num_flat / max(num_scored, 1), num_scored),
-        "rewards_missing": Metric(int((~groups.valid_B).sum()), 1.0, "sum"),
+        "frac_reward_zero_std": num_flat / max(num_scored, 1),
+        "rewards_missing": float((~groups.valid_B).sum()),
     }
