@@ -1,4 +1,4 @@
-"""prepare_batch: a full pipeline, staleness at hand-over, synchronous order, ends of data, resume."""
+"""prepare_batch: a full pipeline, staleness at hand-over, synchronous order, data, resume."""
 
 from __future__ import annotations
 
@@ -130,9 +130,7 @@ def held_episode(stale_policy: str, engines: Any, max_staleness: int = 1) -> Any
     """Episode 0 makes one token at version 0 and stops; batches go on without it."""
     backend = GatedBackend()
     backend.allow(lambda req, made: made < 1 or not req.rid.startswith("0."))
-    engine = engines(
-        backend, batch_size=2, max_staleness=max_staleness, stale_policy=stale_policy
-    )
+    engine = engines(backend, batch_size=2, max_staleness=max_staleness, stale_policy=stale_policy)
     return backend, engine
 
 

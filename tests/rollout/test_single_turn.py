@@ -241,7 +241,7 @@ def test_overlong_prompts_are_filtered_as_rejections(engines: Any) -> None:
 def test_an_overlong_prompt_stops_the_run_with_its_number_and_lengths(engines: Any) -> None:
     engine = engines()
     engine.submit(Prompt(0, 9, {"prompt_ids": (1, 2, 3, 4, 5, 6)}), workflow(max_prompt_tokens=4))
-    with pytest.raises(OverlongPromptError, match="episode 9.* 6 tokens > 4"):
+    with pytest.raises(OverlongPromptError, match=r"episode 9.* 6 tokens > 4"):
         engine.wait(1)
 
 
