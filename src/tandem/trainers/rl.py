@@ -39,12 +39,11 @@ from tandem.rollout import (
     EmbeddedInferenceEngine,
     InferenceEngine,
     RolloutWorkflow,
-    SingleTurnWorkflow,
     load_reward,
     load_workflow,
 )
 from tandem.train import EngineRegistry, TrainEngine
-from tandem.trainers.evaluate import Evaluation, evaluate
+from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.publish import publish_weights
 from tandem.trainers.rl_batch import build_objective, minibatches, prepare_batch
 from tandem.trainers.run import Run, open_run
@@ -137,11 +136,11 @@ class RLSession:
         self.progress = progress
         self.objective: PolicyObjective = build_objective(config.algorithm)
         self.workflow = _open_workflow(config, tokenizer)
-        self.eval_prompts = (
-            open_prompts(config.eval.data, tokenizer, seed=config.run.seed)
-            if config.eval.data
-            else None
-        )
+        self.held_out: HeldOut | None = None
+        if config.eval.data is not None:
+            self.held_out = HeldOut(
+                config.eval, config.rollout.reward, tokenizer, seed=config.run.seed
+            )
         self.state = RLState()
         self.last_evaluation: Evaluation | None = None
 
@@ -229,24 +228,15 @@ class RLSession:
         self.progress.update(state.step, metrics)
 
     def _evaluate(self) -> dict[str, float]:
-        if self.eval_prompts is None:
+        if self.held_out is None:
             return {}
-        config = self.config
-        workflow = SingleTurnWorkflow(
-            reward=load_reward(config.eval.reward or config.rollout.reward),
-            generation=config.eval.generation,
-            group_size=config.eval.samples,
-            tokenizer=self.tokenizer,
-            seed=config.run.seed + 1,
-            min_group_size=1,
-        )
-        result = evaluate(self.rollout, self.eval_prompts, workflow, config.eval)
+        result = self.held_out.evaluate(self.rollout)
         self.last_evaluation = result
         self.state.accuracies[str(self.state.step)] = result.accuracy
         if self.state.step == 0:
             self.state.samples_before = [dataclasses.asdict(s) for s in result.samples]
-            self.run.metrics.log(0, result.as_metrics("heldout", config.eval.samples))
-        return result.as_metrics("heldout", config.eval.samples)
+            self.run.metrics.log(0, result.as_metrics("heldout", self.config.eval.samples))
+        return result.as_metrics("heldout", self.config.eval.samples)
 
     def _save(self) -> None:
         config = self.config.checkpoint
@@ -304,7 +294,7 @@ class RLSession:
             model_dir=model_dir,
             before=summary["accuracy_before"],
             after=summary["accuracy_after"],
-            num_problems=len(self.eval_prompts) if self.eval_prompts else None,
+            num_problems=len(self.held_out.prompts) if self.held_out else None,
             rewards=self.state.rewards,
             samples_before=[Sample(**sample) for sample in self.state.samples_before],
             samples_after=self.last_evaluation.samples if self.last_evaluation else (),
