@@ -4,7 +4,7 @@ import torch
 from tandem.algorithms.aggregation import AGGREGATION_MODES, loss_weights
 from tandem.algorithms.sft import sft_loss
 from tandem.errors import ConfigError, DataError
-from tandem.testing.numerics_checks import over_ranks
+from tandem.testing.numerics.case import over_ranks
 
 LOSS = torch.tensor([[1.0, 2, 3, 4], [10, 20, 0, 0], [5, 0, 0, 0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]]).bool()

@@ -12,7 +12,7 @@ from tandem.algorithms.policy.covariance import (
 )
 from tandem.algorithms.preference import preference_loss, preference_margin
 from tandem.errors import ConfigError, DataError
-from tandem.testing.numerics_checks import over_ranks
+from tandem.testing.numerics.case import over_ranks
 
 NAN = float("nan")
 

@@ -10,13 +10,9 @@ CASES = load_cases(Path(__file__).with_name("cases.json"))
 
 NOT_COVERED = {
     "adamw": "the optimizer step of the train engine",
-    "alignment": "the next-token shift in data.packing",
     "grad_clip": "the gradient clipping of the train engine",
-    "karmarkar_karp": "data.packing",
     "lr_schedule": "the schedules of the train engine",
-    "micro_batch_packing": "data.packing",
     "precision": "master weights of the train engine",
-    "staleness": "rollout.staleness",
 }
 """Algorithms whose cases have no check yet, and where the code lives."""
 
