@@ -4,6 +4,7 @@ Nothing here imports torch; a component is handed its own section, never the roo
 """
 
 from tandem.config.load import load_config, resolve_recipe, to_yaml
+from tandem.config.resume import RESUMABLE_CHANGES, check_resume
 from tandem.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -25,6 +26,7 @@ from tandem.config.schema import (
 )
 
 __all__ = [
+    "RESUMABLE_CHANGES",
     "AlgorithmConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -42,6 +44,7 @@ __all__ = [
     "TinyModelConfig",
     "TrackingConfig",
     "TrainConfig",
+    "check_resume",
     "load_config",
     "resolve_recipe",
     "to_yaml",

@@ -1,0 +1,136 @@
+"""Causal language models and tokenizers from local Hugging Face directories; never the network.
+
+What belongs here: resolving a ``ModelConfig`` to a directory, and loading one strictly. Building
+tiny models is in ``tiny.py``, converting other formats in ``importing.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tandem.config.schema import ModelConfig
+from tandem.errors import ConfigError, DataError
+from tandem.models.attention import ATTENTION
+from tandem.models.directories import quiet_transformers
+from tandem.models.importing import IMPORTABLE
+from tandem.models.tiny import save_tiny_model
+
+
+def resolve_model(config: ModelConfig, *, seed: int, workdir: Path) -> str:
+    """The Hugging Face directory of the model: ``config.path``, or ``workdir/initial_model``.
+
+    The second is the tiny model, built with weights drawn from ``seed`` unless it is there already.
+    The tokenizer is that of ``config.tokenizer_path`` when given, else it lies in this directory.
+
+    Raises:
+        ConfigError: no such directory, or the tiny model's sizes do not fit together.
+    """
+    if config.tiny is not None:
+        if config.tokenizer_path is not None:
+            raise ConfigError(
+                f"model.tokenizer_path: got {config.tokenizer_path!r}, allowed: null with "
+                "model.tiny, whose tokenizer is made from model.tiny.alphabet"
+            )
+        return str(save_tiny_model(config.tiny, workdir / "initial_model", seed=seed))
+    assert config.path is not None
+    path = str(Path("models") / config.path) if config.path in IMPORTABLE else config.path
+    _check_directory(path, "model.path", "config.json")
+    return path
+
+
+def load_causal_lm(path: str, *, dtype: torch.dtype, device: str | torch.device) -> PreTrainedModel:
+    """The model in eval mode with Tandem's attention: call it with ``position_ids`` and ``ctx``.
+
+    Raises:
+        ConfigError: not a Hugging Face model directory, or without safetensors weights.
+        DataError: tensors of the file and of the architecture differ (all names are listed).
+    """
+    _check_directory(path, "model.path", "config.json")
+    with quiet_transformers():
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=ATTENTION,
+                local_files_only=True,
+                use_safetensors=True,
+                trust_remote_code=False,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+        except SafetensorError as error:
+            raise DataError(f"model {path!r}: a weights file is damaged: {error}") from error
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"model.path {path!r} cannot be loaded: {_first_line(error)}; expected a Hugging "
+                "Face causal language model with config.json and *.safetensors"
+            ) from error
+    _check_complete(path, info)
+    model.config.use_cache = False
+    return model.to(device).eval()
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; without a padding token of its own it pads with EOS.
+
+    Raises:
+        ConfigError: no tokenizer there, or it has no end-of-sequence token.
+    """
+    _check_directory(path, "tokenizer path", None)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"tokenizer of {path!r} cannot be loaded: {_first_line(error)}; expected "
+            "tokenizer.json, or set model.tokenizer_path"
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"tokenizer of {path!r} has no eos_token; set it in its config")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def _check_directory(path: str, field: str, needed: str | None) -> None:
+    folder = Path(path)
+    if not folder.is_dir():
+        hint = "give a local Hugging Face directory (nothing is downloaded at run time)"
+        if folder.name in IMPORTABLE:
+            hint = f"create it with: tandem model import {folder.name}"
+        raise ConfigError(f"{field}: no directory {path!r}; {hint}")
+    if needed is not None and not (folder / needed).is_file():
+        raise ConfigError(f"{field}: {path!r} has no {needed}; it is not a Hugging Face model")
+
+
+def _check_complete(path: str, info: Mapping[str, Any]) -> None:
+    problems = [
+        f"{name} is {label}"
+        for key, label in (("missing_keys", "missing"), ("unexpected_keys", "unexpected"))
+        for name in sorted(info[key])
+    ]
+    problems += [
+        f"{name} has shape {list(found)}, expected {list(expected)}"
+        for name, found, expected in sorted(info["mismatched_keys"])
+    ]
+    problems += [str(message) for message in info["error_msgs"]]
+    if problems:
+        raise DataError(
+            f"model {path!r}: the weights do not fit its config.json: {'; '.join(problems)}"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
