@@ -7,7 +7,7 @@ Scalars follow the core schema of YAML 1.2: ``1e-5`` is a float, ``010`` is ten,
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -17,9 +17,6 @@ _PREFIX = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    # A class of its own table: the parent's holds the rules of YAML 1.1.
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
@@ -33,11 +30,15 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+# The parent's table holds the rules of YAML 1.1.
+_Loader.yaml_implicit_resolvers = {}
+
+
 def _resolve(tag: str, pattern: str, first: str) -> None:
     _Loader.add_implicit_resolver(_PREFIX + tag, re.compile(f"^(?:{pattern})$"), list(first))
 
 
-_resolve("null", "~|null|Null|NULL|", "~nN")
+_resolve("null", "~|null|Null|NULL", "~nN")
 _Loader.add_implicit_resolver(f"{_PREFIX}null", re.compile("^$"), [""])
 _resolve("bool", "true|True|TRUE|false|False|FALSE", "tTfF")
 _resolve("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789")
