@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from tandem.errors import ConfigError, DataError, EngineError
@@ -33,8 +34,8 @@ from tandem.types import (
 from tandem.weights import Published, check_manifest, open_published
 
 Completion = Sequence[int]
-Script = Callable[[tuple[int, ...], int | None], Completion] | Mapping[tuple[int, ...], Completion]
-
+Play = Callable[[tuple[int, ...], int | None], Completion]
+Script = Play | Mapping[tuple[int, ...], Completion]
 UNHONOURED = frozenset(
     {
         "n_samples",
@@ -53,9 +54,7 @@ script is the distribution."""
 _CLOSED = "the scripted backend was closed; start a new one"
 
 
-def default_script(
-    eos_id: int, vocab_size: int
-) -> Callable[[tuple[int, ...], int | None], Completion]:
+def default_script(eos_id: int, vocab_size: int) -> Play:
     """One to eight tokens and EOS, a function of (prompt, seed)."""
 
     def script(prompt_ids: tuple[int, ...], seed: int | None) -> Completion:
@@ -181,6 +180,9 @@ class ScriptedBackend(GenerationBackend):
         with self._changed:
             self._updates = [item for item in self._updates if not item.future.done()]
             self._updates.append(update)
+            ended = self._ended
+        if ended is not None:
+            update.fail(EngineError(ended))
         return update.future
 
     @property
@@ -330,7 +332,7 @@ class ScriptedBackend(GenerationBackend):
             stop_reason=run.reason,
             latency=self._options.clock.now() - run.started,
             ttft=times[0] - run.started if times else 0.0,
-            itl=[after - before for before, after in zip(times, times[1:], strict=False)],
+            itl=[after - before for before, after in pairwise(times)],
             text=self._text(run),
         )
 

@@ -64,6 +64,9 @@ class Pending:
         update = start()
         with self._lock:
             self._updates.append(update)
+            ended = self._ended
+        if ended is not None:
+            update.fail(EngineError(ended))
         return update
 
     def end(self, reason: str) -> None:
