@@ -7,7 +7,7 @@ Scalars follow the core schema of YAML 1.2: ``1e-5`` is a float, ``010`` is ten,
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -17,9 +17,6 @@ _PREFIX = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    # A class of its own table: the parent's holds the rules of YAML 1.1.
-    yaml_implicit_resolvers: ClassVar[dict[str, list[tuple[str, re.Pattern[str]]]]] = {}
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
@@ -31,6 +28,10 @@ class _Loader(yaml.SafeLoader):
                 raise ConfigError(f"line {line}: the key {key!r} appears twice; keep one of them")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+
+# The parent's table holds the rules of YAML 1.1.
+_Loader.yaml_implicit_resolvers = {}
 
 
 def _resolve(tag: str, pattern: str, first: str) -> None:

@@ -199,7 +199,15 @@ class DataConfig(Section):
     system_prompt: str | None = None
     chat: bool = Field(False, description="render prompts through the tokenizer's chat template")
     answer_noise: str | None = Field(
-        None, description="path.py:function(row, rng) -> answer, for imperfect demonstrations"
+        None,
+        description="wrong_variant, or path.py:function(row, rng, **kwargs) -> answer, "
+        "for imperfect demonstrations",
+    )
+    answer_noise_kwargs: dict[str, Any] = {}
+    split: Literal["all", "train", "heldout"] = Field(
+        "all",
+        description="by a hash of the question: heldout is one problem in ten, never in train, "
+        "whatever the seeds",
     )
 
     @model_validator(mode="after")
@@ -216,6 +224,7 @@ class DataConfig(Section):
 
 class EvalConfig(Section):
     data: DataConfig | None = None
+    reward: RewardConfig | None = Field(None, description="None: the reward of training")
     every: NonNegativeInt = Field(
         0, description="steps between evaluations; 0: before and after only"
     )
@@ -249,6 +258,7 @@ class SFTStageConfig(Section):
     max_length: PositiveInt = 512
     overlong: Literal["error", "filter", "truncate"] = "error"
     completion_only: bool = True
+    checkpoint_every: NonNegativeInt = Field(100, description="steps between; 0: last only")
     train: TrainConfig = TrainConfig()
 
 

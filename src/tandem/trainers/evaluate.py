@@ -6,21 +6,14 @@ Runs outside the staleness ledger, so that it can happen before, during and afte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tandem.config import EvalConfig
-from tandem.data import PromptSource
-from tandem.rollout import EpisodeRecord, InferenceEngine, SingleTurnWorkflow
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One completion, for people to read."""
-
-    prompt: str
-    completion: str
-    reward: float | None
+from tandem.config import EvalConfig, RewardConfig
+from tandem.data import PromptSource, open_prompts
+from tandem.observe import Sample
+from tandem.rollout import EpisodeRecord, InferenceEngine, SingleTurnWorkflow, load_reward
 
 
 @dataclass(frozen=True)
@@ -46,49 +39,58 @@ class Evaluation:
         }
 
 
-def evaluate(
-    engine: InferenceEngine,
-    prompts: PromptSource,
-    workflow: SingleTurnWorkflow,
-    config: EvalConfig,
-    *,
-    num_samples_shown: int = 3,
-) -> Evaluation:
-    """Complete and score every prompt of ``prompts`` once, ``config.samples`` times each.
+class HeldOut:
+    """The evaluation of a run: its prompts, how they are completed and how scored."""
 
-    A sample whose reward failed counts as not correct and in ``num_failed``.
-    """
-    records: list[EpisodeRecord] = []
-    rewards: list[float] = []
-    lengths: list[float] = []
-    solved = 0
-    scored_workflow = workflow.with_listener(records.append)
-    for start in range(0, len(prompts), config.batch_size):
-        stop = min(start + config.batch_size, len(prompts))
-        chunk = [prompts.prompt(0, position) for position in range(start, stop)]
-        rows = engine.rollout_batch(chunk, scored_workflow)
-        reward_B = rows["rewards"].double().nan_to_num(0.0)
-        rewards += reward_B.tolist()
-        lengths += rows["loss_mask"].sum(-1).tolist()
-        right_B = reward_B >= 1.0
-        solved += len(torch.unique(rows["episode_ids"][right_B]))
-    expected = len(prompts) * config.samples
-    right = sum(reward >= 1.0 for reward in rewards)
-    return Evaluation(
-        accuracy=right / expected,
-        pass_at_k=solved / len(prompts),
-        reward_mean=sum(rewards) / max(1, len(rewards)),
-        response_length=sum(lengths) / max(1, len(lengths)),
-        num_prompts=len(prompts),
-        num_failed=expected - len(rewards),
-        samples=_shown(records, num_samples_shown),
-    )
+    def __init__(self, config: EvalConfig, reward: RewardConfig, tokenizer: Any, *, seed: int):
+        if config.data is None:
+            raise ValueError("HeldOut needs eval.data")
+        self.config = config
+        self.prompts: PromptSource = open_prompts(config.data, tokenizer, seed=seed)
+        self._records: list[EpisodeRecord] = []
+        self._workflow = SingleTurnWorkflow(
+            load_reward(config.reward or reward),
+            config.generation,
+            config.samples,
+            tokenizer,
+            seed=seed + 1,
+            min_group_size=1,
+            on_episode=self._records.append,
+        )
 
+    def evaluate(self, engine: InferenceEngine, *, num_samples_shown: int = 3) -> Evaluation:
+        """Complete and score every prompt once, ``config.samples`` times each.
 
-def _shown(records: list[EpisodeRecord], count: int) -> tuple[Sample, ...]:
-    ordered = sorted(records, key=lambda record: record.episode_id)[:count]
-    return tuple(
-        Sample(record.prompt, record.completions[0], record.rewards[0])
-        for record in ordered
-        if record.completions
-    )
+        A sample whose reward failed counts as not correct and in ``num_failed``.
+        """
+        self._records.clear()
+        prompts = self.prompts.all()
+        rewards: list[float] = []
+        lengths: list[float] = []
+        solved = 0
+        for start in range(0, len(prompts), self.config.batch_size):
+            rows = engine.rollout_batch(
+                prompts[start : start + self.config.batch_size], self._workflow
+            )
+            reward_B = rows["rewards"].double().nan_to_num(0.0)
+            rewards += reward_B.tolist()
+            lengths += rows["loss_mask"].sum(-1).tolist()
+            solved += len(torch.unique(rows["episode_ids"][reward_B >= 1.0]))
+        expected = len(prompts) * self.config.samples
+        return Evaluation(
+            accuracy=sum(reward >= 1.0 for reward in rewards) / expected,
+            pass_at_k=solved / len(prompts),
+            reward_mean=sum(rewards) / max(1, len(rewards)),
+            response_length=sum(lengths) / max(1, len(lengths)),
+            num_prompts=len(prompts),
+            num_failed=expected - len(rewards),
+            samples=self._shown(num_samples_shown),
+        )
+
+    def _shown(self, count: int) -> tuple[Sample, ...]:
+        ordered = sorted(self._records, key=lambda record: record.episode_id)[:count]
+        return tuple(
+            Sample(r.prompt, r.completions[0], correct=(r.rewards[0] or 0.0) >= 1.0)
+            for r in ordered
+            if r.completions
+        )

@@ -27,17 +27,23 @@ from tandem.checkpoint import staging
 from tandem.config import RLConfig
 from tandem.data import PromptSource, open_prompts
 from tandem.models.loading import load_tokenizer, resolve_model
-from tandem.observe import Progress, final_screen, write_summary
+from tandem.observe import (
+    Progress,
+    RunReport,
+    Sample,
+    final_screen,
+    mean_metrics,
+    write_summary,
+)
 from tandem.rollout import (
     EmbeddedInferenceEngine,
     InferenceEngine,
     RolloutWorkflow,
-    SingleTurnWorkflow,
     load_reward,
     load_workflow,
 )
 from tandem.train import EngineRegistry, TrainEngine
-from tandem.trainers.evaluate import Evaluation, Sample, evaluate
+from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.publish import publish_weights
 from tandem.trainers.rl_batch import build_objective, minibatches, prepare_batch
 from tandem.trainers.run import Run, open_run
@@ -130,11 +136,11 @@ class RLSession:
         self.progress = progress
         self.objective: PolicyObjective = build_objective(config.algorithm)
         self.workflow = _open_workflow(config, tokenizer)
-        self.eval_prompts = (
-            open_prompts(config.eval.data, tokenizer, seed=config.run.seed)
-            if config.eval.data
-            else None
-        )
+        self.held_out: HeldOut | None = None
+        if config.eval.data is not None:
+            self.held_out = HeldOut(
+                config.eval, config.rollout.reward, tokenizer, seed=config.run.seed
+            )
         self.state = RLState()
         self.last_evaluation: Evaluation | None = None
 
@@ -173,7 +179,8 @@ class RLSession:
             self._optimizer_step(minibatch)
             for minibatch in minibatches(batch, self.config.algorithm)
         ]
-        metrics |= _averaged(steps)
+        means = mean_metrics(steps)
+        metrics |= {n if "/" in n else f"actor/{n}": value for n, value in means.items()}
         clock.lap("train")
         self._publish(self.train_engine.get_version() + 1)
         clock.lap("publish")
@@ -221,24 +228,15 @@ class RLSession:
         self.progress.update(state.step, metrics)
 
     def _evaluate(self) -> dict[str, float]:
-        if self.eval_prompts is None:
+        if self.held_out is None:
             return {}
-        config = self.config
-        workflow = SingleTurnWorkflow(
-            reward=load_reward(config.eval.reward or config.rollout.reward),
-            generation=config.eval.generation,
-            group_size=config.eval.samples,
-            tokenizer=self.tokenizer,
-            seed=config.run.seed + 1,
-            min_group_size=1,
-        )
-        result = evaluate(self.rollout, self.eval_prompts, workflow, config.eval)
+        result = self.held_out.evaluate(self.rollout)
         self.last_evaluation = result
         self.state.accuracies[str(self.state.step)] = result.accuracy
         if self.state.step == 0:
             self.state.samples_before = [dataclasses.asdict(s) for s in result.samples]
-            self.run.metrics.log(0, result.as_metrics("heldout", config.eval.samples))
-        return result.as_metrics("heldout", config.eval.samples)
+            self.run.metrics.log(0, result.as_metrics("heldout", self.config.eval.samples))
+        return result.as_metrics("heldout", self.config.eval.samples)
 
     def _save(self) -> None:
         config = self.config.checkpoint
@@ -282,16 +280,26 @@ class RLSession:
             "model_dir": str(model_dir) if model_dir else None,
         }
         write_summary(self.run.dir, summary)
-        after = self.last_evaluation.samples if self.last_evaluation else ()
-        self.progress.close()
-        final_screen(
-            self.run.dir,
-            summary,
-            rewards=state.rewards,
-            before=[Sample(**sample) for sample in state.samples_before],
-            after=list(after),
-        )
+        self._show(summary, model_dir)
         return summary
+
+    def _show(self, summary: dict[str, Any], model_dir: Path | None) -> None:
+        if not self.config.tracking.progress:
+            return
+        report = RunReport(
+            title=self.config.run.name,
+            run_dir=self.run.dir,
+            steps=self.state.step,
+            wall_s=summary["wall_s"],
+            model_dir=model_dir,
+            before=summary["accuracy_before"],
+            after=summary["accuracy_after"],
+            num_problems=len(self.held_out.prompts) if self.held_out else None,
+            rewards=self.state.rewards,
+            samples_before=[Sample(**sample) for sample in self.state.samples_before],
+            samples_after=self.last_evaluation.samples if self.last_evaluation else (),
+        )
+        final_screen(report)
 
 
 class _Clock:
@@ -341,14 +349,3 @@ def _open_workflow(config: RLConfig, tokenizer: Any) -> RolloutWorkflow:
         min_group_size=rollout.min_group_size,
         **rollout.workflow_kwargs,
     )
-
-
-def _averaged(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Plain means over the optimizer steps of one training batch."""
-    names = {name for step in steps for name in step}
-    means = {}
-    for name in sorted(names):
-        values = [step[name] for step in steps if name in step]
-        key = name if "/" in name else f"actor/{name}"
-        means[key] = sum(values) / len(values)
-    return means

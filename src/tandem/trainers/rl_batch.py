@@ -15,8 +15,9 @@ from tensordict import TensorDict
 
 from tandem.algorithms.advantages import assign_advantages
 from tandem.algorithms.aggregation import loss_weights
+from tandem.algorithms.correction import behaviour_correction
 from tandem.algorithms.mismatch import mismatch_metrics
-from tandem.algorithms.objective import PolicyObjective, behaviour_correction
+from tandem.algorithms.objective import PolicyObjective
 from tandem.config import AlgorithmConfig
 from tandem.train import TrainEngine
 

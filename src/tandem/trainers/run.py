@@ -97,11 +97,10 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
             "another name with run.name=NAME"
         )
     directory.mkdir(parents=True, exist_ok=True)
-    with exclusive(directory):
+    with exclusive(directory), setup_logging(directory):
         if not config_file.exists():
             _write_durably(config_file, to_yaml(config))
         incarnation = _new_incarnation(directory)
-        setup_logging(directory)
         checkpoint = latest(directory) if resume else None
         step = 0
         if checkpoint is not None:

@@ -1,8 +1,8 @@
 """Two processes of one host: mapped files in /dev/shm (elsewhere in the temporary directory).
 
-Each sender owns one directory, ``tandem-weights-PID-…``, locked while its process lives. It is
-removed by ``release`` and at interpreter exit; one left by a killed process is removed by the next
-sender that starts.
+Each sender owns one directory, ``tandem-weights-CHANNEL-PID-…``, locked while its process lives. It
+is removed by ``release`` and at interpreter exit; one left by a killed process is removed by the
+next sender that starts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from tandem.checkpoint.scratch import ScratchDirectory, create_scratch, remove_leftovers
 from tandem.errors import WeightSyncError
 from tandem.types import ParamSpec, WeightUpdateMeta
 from tandem.weights.bucket import plan_bucket
@@ -38,8 +39,7 @@ class SharedMemorySender:
     def __init__(self, channel: str, *, root: Path | None = None) -> None:
         self._root = root or shared_root()
         self._channel = re.sub(r"[^A-Za-z0-9.]+", "_", channel)
-        self._directory: Path | None = None
-        self._lock_file = -1
+        self._scratch: ScratchDirectory | None = None
         self._owner = os.getpid()
         self._newest: Path | None = None
         self._spare: Path | None = None
@@ -88,55 +88,17 @@ class SharedMemorySender:
         return os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
 
     def _open_directory(self) -> Path:
-        if self._directory is None:
-            remove_leftovers(self._root)
-            prefix = f"{PREFIX}{self._owner}-{self._channel}-"
-            self._directory, self._lock_file = _make_locked_directory(self._root, prefix)
+        if self._scratch is None:
+            remove_leftovers(self._root, PREFIX)
+            self._scratch = create_scratch(self._root, f"{PREFIX}{self._channel}")
             atexit.register(self.release)
-        return self._directory
+        return self._scratch.path
 
     def release(self) -> None:
         """Remove everything of this sender; a reader in the middle keeps its mapping."""
-        if self._directory is None or os.getpid() != self._owner:
+        if self._scratch is None or os.getpid() != self._owner:
             return
         atexit.unregister(self.release)
-        shutil.rmtree(self._directory, ignore_errors=True)
-        os.close(self._lock_file)
-        self._directory = self._newest = self._spare = None
-
-
-def _make_locked_directory(root: Path, prefix: str) -> tuple[Path, int]:
-    while True:
-        path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        file = _try_lock(path)
-        # Another process starting now may have taken the still unlocked directory for a leftover.
-        if file is not None:
-            return path, file
-
-
-def _try_lock(directory: Path) -> int | None:
-    """A descriptor that holds the directory's lock, or None if it is held or gone."""
-    try:
-        file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file), os.stat(directory)):
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    os.close(file)
-    return None
-
-
-def remove_leftovers(root: Path) -> list[Path]:
-    """Remove the directories of dead senders: those whose lock nobody holds."""
-    removed = []
-    for path in sorted(root.glob(f"{PREFIX}*")):
-        file = _try_lock(path)
-        if file is not None:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(file)
-            removed.append(path)
-    return removed
+        shutil.rmtree(self._scratch.path, ignore_errors=True)
+        self._scratch.close()
+        self._scratch = self._newest = self._spare = None

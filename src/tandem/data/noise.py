@@ -1,0 +1,55 @@
+"""Imperfect demonstrations: functions ``(row, rng, **kwargs) -> answer``.
+
+A user's own is named in ``data.answer_noise`` by Python path; the built-in ones are in ``NOISES``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+from tandem.config.objects import load_object
+from tandem.data.sources import Row
+from tandem.data.text import fill
+from tandem.errors import ConfigError
+
+AnswerNoise = Callable[..., str]
+
+
+def wrong_variant(row: Row, rng: Random, *, probability: float, template: str = "{word}") -> str:
+    """With ``probability`` the filled ``template`` instead of the answer: the same mistake always.
+
+    With the task ``spell_backward`` the default spells the word forwards.
+    """
+    if rng.random() < probability:
+        return fill(template, row, "answer_noise wrong_variant")
+    return str(row["answer"])
+
+
+NOISES: dict[str, AnswerNoise] = {"wrong_variant": wrong_variant}
+
+
+def load_noise(spec: str, kwargs: dict[str, Any]) -> Callable[[Row, Random], str]:
+    """The noise named by ``data.answer_noise``, with its ``data.answer_noise_kwargs`` bound."""
+    function = NOISES.get(spec)
+    if function is None:
+        if ":" not in spec:
+            raise ConfigError(
+                f"data.answer_noise: got {spec!r}, allowed: {', '.join(NOISES)}, "
+                "path/to/file.py:function or package.module:function"
+            )
+        function = load_object(spec, field="data.answer_noise")
+    if not callable(function):
+        raise ConfigError(f"data.answer_noise: {spec!r} is not a function")
+    noise = function
+
+    def bound(row: Row, rng: Random) -> str:
+        try:
+            return str(noise(row, rng, **kwargs))
+        except TypeError as error:
+            raise ConfigError(
+                f"data.answer_noise {spec!r} with answer_noise_kwargs={kwargs!r}: {error}"
+            ) from error
+
+    return bound
