@@ -77,9 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
         entropy = log_total - moment / total if with_entropy else None
         # A vocabulary that fits one block is kept: no second product in the backward pass.
         kept = logits if is_whole else None
-        ctx.save_for_backward(
-            hidden, weight, bias, targets, scale, top + log_total, entropy, kept
-        )
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, top + log_total, entropy, kept)
         ctx.size = size
         return chosen - top - log_total, entropy
 

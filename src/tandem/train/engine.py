@@ -7,9 +7,10 @@ on their way out in ``export``, training state in ``state``. Losses are passed i
 from __future__ import annotations
 
 import math
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,7 +95,7 @@ class TrainEngine(ABC):
         self._schedule_step = 0
         self._version = 0
         self._total_steps: int | None = None
-        self._has_only_zero_weights = False
+        self._has_weight: bool | None = None
         self._last_update = 0.0
         self._model: Any = None
         self._optimizer: torch.optim.Optimizer | None = None
@@ -105,7 +106,7 @@ class TrainEngine(ABC):
     # --- life cycle ---------------------------------------------------------------------------
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Load the model and make the optimizer; ``ft_spec`` gives the schedule its end. Idempotent.
+        """Load the model, make the optimizer; ``ft_spec`` gives the schedule its end. Idempotent.
 
         Raises:
             ConfigError: the schedule needs an end and there is no ``ft_spec``.
@@ -234,10 +235,10 @@ class TrainEngine(ABC):
         return BatchOutput(result.outputs, result.loss, result.metrics)
 
     def optimizer_zero_grad(self) -> None:
-        self._host["grad"].restore()
-        for parameter in self.parameters().values():
-            parameter.grad = None
-        self._has_only_zero_weights = False
+        with self._resident("grad"):
+            for parameter in self.parameters().values():
+                parameter.grad = None
+        self._has_weight = None
 
     def optimizer_step(self) -> float:
         """Clip and step; returns the global gradient norm before clipping.
@@ -249,7 +250,7 @@ class TrainEngine(ABC):
             TrainingDiverged: ``max_skipped_in_row`` steps in a row were skipped.
         """
         self._last_update = 0.0
-        if self._has_only_zero_weights:
+        if self._has_weight is False:
             return 0.0
         with self._resident("model", "optimizer", "grad"):
             norm = self._grad_norm()
@@ -614,9 +615,7 @@ class TrainEngine(ABC):
                 self, data, loss_fn, loss_weight_fn, backward=backward, keep=keep
             )
         if backward:
-            is_first = all(p.grad is None for p in self.parameters().values())
-            was_zero = self._has_only_zero_weights or is_first
-            self._has_only_zero_weights = not result.has_weight and was_zero
+            self._has_weight = bool(self._has_weight) or result.has_weight
         return result
 
     def _score(
@@ -745,6 +744,4 @@ def _torch_dtype(name: str | None) -> torch.dtype | None:
 
 
 def _remove_tree(path: Path) -> None:
-    import shutil
-
     shutil.rmtree(path)

@@ -70,7 +70,7 @@ def hidden_states(model: Any, packed: PackedRows, compute_dtype: torch.dtype) ->
             ctx=PackedContext(packed.lengths),
             use_cache=False,
         )
-    return output.last_hidden_state[0]  # type: ignore[no-any-return]
+    return output.last_hidden_state[0]
 
 
 def score(

@@ -95,7 +95,7 @@ class LocalTrainEngine(TrainEngine):
 
     def _backward(self, loss: Tensor) -> None:
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
     def _grad_norm(self) -> float:
         return float(squared_norm(gradients(self.parameters().values())).sqrt())

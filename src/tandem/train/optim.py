@@ -52,7 +52,7 @@ def squared_norm(grads: Iterable[Tensor]) -> Tensor:
     grads = list(grads)
     if not grads:
         return torch.zeros(())
-    norms = torch._foreach_norm([grad.float() for grad in grads])  # type: ignore[no-untyped-call]
+    norms = torch._foreach_norm([grad.float() for grad in grads])
     return torch.stack([norm.to(norms[0].device) for norm in norms]).square().sum()
 
 

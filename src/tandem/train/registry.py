@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ class EngineRegistry:
     ``tandem.train_engines`` whose module registers when it is imported.
     """
 
-    _registered: dict[Key, type[TrainEngine]] = {}
+    _registered: ClassVar[dict[Key, type[TrainEngine]]] = {}
     _has_loaded_entry_points = False
 
     @classmethod

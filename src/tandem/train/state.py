@@ -115,5 +115,10 @@ def _check_same(file: Path, own: Mapping[str, Tensor], found: Mapping[str, Tenso
         for name in sorted(own.keys() & found.keys())
         if own[name].shape != found[name].shape or own[name].dtype != found[name].dtype
     ]
+    first: dict[int, str] = {}
+    for name in own.keys() & found.keys():
+        twin = first.setdefault(own[name].data_ptr(), name)
+        if own[name].numel() and found[name] is not found[twin]:
+            problems.append(f"{name} and {twin} are tied in this model but not in the file")
     if problems:
         raise CheckpointError(f"{file} is not of this model: {'; '.join(problems)}")
