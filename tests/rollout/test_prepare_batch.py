@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -47,9 +48,13 @@ def ids_of(batch: Any) -> list[int]:
 def test_synchronous_batch_is_enqueued_whole_and_in_order_before_the_first_token(
     engines: Any,
 ) -> None:
+    async def later(episode: Any) -> None:
+        for _ in range(10 * episode.episode_id):
+            await asyncio.sleep(0)
+
     backend = GatedBackend()
     engine = engines(backend, batch_size=5, max_staleness=0)
-    batch = engine.prepare_batch(Prompts(), WORKFLOW)
+    batch = engine.prepare_batch(Prompts(act=later), WORKFLOW)
     assert ids_of(batch) == [0, 1, 2, 3, 4]
     assert backend.seen == [f"{i}.0.0" for i in range(5)]
 
