@@ -1,4 +1,4 @@
-"""Checks of an optimizer step: AdamW, master weights, gradient clipping, learning-rate schedules."""
+"""Checks of an optimizer step: AdamW, master weights, gradient clipping, learning rates."""
 
 from __future__ import annotations
 
