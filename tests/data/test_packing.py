@@ -115,9 +115,7 @@ def test_groups_stay_together():
     groups = [7, 8, 7, 8, 9, 9]
     cut = cut_microbatches([4, 4, 4, 4, 1, 1], max_tokens=10, groups=groups)
     for part in cut:
-        assert all(
-            {i for i in range(6) if groups[i] == groups[row]} <= set(part) for row in part
-        )
+        assert all({i for i in range(6) if groups[i] == groups[row]} <= set(part) for row in part)
     by_count = cut_microbatches([1] * 6, max_tokens=100, max_items=1, groups=groups)
     assert by_count == [[0, 2], [1, 3], [4, 5]]
     with pytest.raises(DataError, match=r"rows \[0, 2\] \(kept together\): 8 tokens > 7"):
@@ -128,7 +126,9 @@ def test_ranks_agree_on_a_count_without_empty_bins():
     lengths = {0: [10, 10, 1], 1: [10, 10, 10]}
     own = {r: len(cut_microbatches(n, max_tokens=10)) for r, n in lengths.items()}
     agreed = max(own.values())
-    cuts = {r: cut_microbatches(n, max_tokens=10, agree=lambda _: agreed) for r, n in lengths.items()}
+    cuts = {
+        r: cut_microbatches(n, max_tokens=10, agree=lambda _: agreed) for r, n in lengths.items()
+    }
     assert [[lengths[0][i] for i in part] for part in cuts[0]] == [[10], [10], [1]]
     assert len(cuts[1]) == 3
 

@@ -30,7 +30,9 @@ def test_values_and_gradients_equal_plain_log_softmax(chunk):
     theirs = plain(hidden, weight, targets, temperature)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=0, atol=1e-12)
-    losses = [(lp * coefficients).sum() + (h * coefficients.square()).sum() for lp, h in (ours, theirs)]
+    losses = [
+        (lp * coefficients).sum() + (h * coefficients.square()).sum() for lp, h in (ours, theirs)
+    ]
     for mine, other in zip(
         *(torch.autograd.grad(loss, (hidden, weight)) for loss in losses), strict=True
     ):
