@@ -133,13 +133,14 @@ def behaviour_correction(
     drop_from_denominator: bool | None = None,
     **params: Any,
 ) -> tuple[TensorDict, dict[str, float]]:
-    """A new batch with ``behaviour_weights`` ``[B, T]``, and metrics, from ``prox_logprobs`` and ``logprobs``.
+    """A new batch with ``behaviour_weights`` ``[B, T]``, and metrics.
 
-    Call it with all rows of an optimizer step, before ``loss_weights``. Dropped tokens have weight
-    0 in the policy loss. With ``drop_from_denominator`` they leave ``loss_mask`` and so every term
-    and denominator; without, they still count there, as in AReaL. ``None`` does so for
-    ``REJECTIONS`` only. A second call replaces the weights and keeps the smaller mask, so a
-    rejection can come before a weighting.
+    They come from ``prox_logprobs`` and ``logprobs`` by one of ``CORRECTIONS``. Call it with all
+    rows of an optimizer step, before ``loss_weights``. Dropped tokens have weight 0 in the policy
+    loss. With ``drop_from_denominator`` they leave ``loss_mask``, so every term and denominator;
+    without, they still count there, as in AReaL. ``None`` does so for ``REJECTIONS`` only. A
+    second call replaces the weights and keeps the smaller mask, so a rejection can come before a
+    weighting.
     """
     if method not in CORRECTIONS:
         raise ConfigError(f"method: got {method!r}, allowed: {', '.join(CORRECTIONS)}")
@@ -150,7 +151,7 @@ def behaviour_correction(
         batch["prox_logprobs"], batch["logprobs"], batch["loss_mask"], **params
     )
     out = batch.clone(recurse=False)
-    out["behaviour_weights"] = weights.float()
+    out["behaviour_weights"] = weights
     if drop_from_denominator or (drop_from_denominator is None and method in REJECTIONS):
         out["loss_mask"] = kept
     return out, _correction_metrics(out["behaviour_weights"], kept, batch["loss_mask"].bool())

@@ -7,7 +7,7 @@ from tandem.checkpoint.directory import latest, supersede_newer
 from tandem.checkpoint.manifest import CheckpointDir, verify
 from tandem.checkpoint.remote import download, upload
 from tandem.checkpoint.rng import capture_rng, restore_rng
-from tandem.checkpoint.staging import Staging, staging
+from tandem.checkpoint.save import Staging, staging
 from tandem.checkpoint.state import read_state, write_state
 from tandem.checkpoint.tensors import read_tensors, write_tensors
 

@@ -1,6 +1,6 @@
 """The checkpoints of one run, ``RUN/checkpoints/step_N``: which there are, which stay.
 
-Writing one belongs to ``staging.py``.
+Writing one belongs to ``save.py``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The commit point of a checkpoint: a list of its files with sizes and digests, and its own digest.
 
-Finding, keeping and moving checkpoints belongs to ``directory.py``, ``staging.py``, ``remote.py``.
+Finding, keeping and moving checkpoints belongs to ``directory.py``, ``save.py``, ``remote.py``.
 """
 
 from __future__ import annotations

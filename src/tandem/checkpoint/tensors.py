@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,10 +28,11 @@ def write_tensors(path: Path | str, tensors: Mapping[str, Tensor]) -> None:
     stored: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first_names: dict[tuple[object, ...], str] = {}
+    used: set[int] = set()
     for name, tensor in tensors.items():
         first = first_names.setdefault(_identity(name, tensor), name)
         if first == name:
-            stored[name] = _own_memory(tensor)
+            stored[name] = _own_memory(tensor, used)
         else:
             tied[name] = first
     try:
@@ -51,11 +53,15 @@ def _identity(name: str, tensor: Tensor) -> tuple[object, ...]:
     return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
 
-def _own_memory(tensor: Tensor) -> Tensor:
-    """The same values, contiguous, sharing memory with no differently shaped tensor."""
+def _own_memory(tensor: Tensor, used: set[int]) -> Tensor:
+    """The same values, contiguous, in memory that no other stored tensor uses."""
     tensor = tensor.detach()
-    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if is_whole else tensor.clone().contiguous()
+    storage = tensor.untyped_storage()
+    is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
+    if not is_whole or storage.data_ptr() in used:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    used.add(tensor.untyped_storage().data_ptr())
+    return tensor
 
 
 def read_tensors(path: Path | str, *, device: str = "cpu") -> dict[str, Tensor]:

@@ -42,6 +42,15 @@ def section_fields(annotation: Any) -> dict[str, Any] | None:
     return None
 
 
+def section_default(annotation: Any, name: str) -> Any:
+    """The section object that the field ``name`` has by default, or None."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            default = kind.model_fields[name].default
+            return default if isinstance(default, BaseModel) or is_dataclass(default) else None
+    return None
+
+
 def annotation_at(model: type[BaseModel], path: list[str]) -> Any:
     """Annotation of the key at ``path``, or None where the schema has no such key."""
     current: Any = model

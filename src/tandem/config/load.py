@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 from tandem.config.keys import (
     annotation_at,
     leaves,
+    section_default,
     section_fields,
     suggest,
     takes_boolean,
@@ -46,7 +47,7 @@ def load_config(
         _apply(data, path, _value(model, path, text))
     problems = list(_misused_booleans(model, data))
     try:
-        config = model.model_validate(data)
+        config = model.model_validate(_completed(model, data))
     except ValidationError as error:
         problems += [line for item in error.errors() for line in _explain(model, item)]
     if problems:
@@ -136,6 +137,23 @@ def _apply(data: dict[str, Any], path: list[str], value: Any) -> None:
             )
         node = child
     node[path[-1]] = value
+
+
+def _completed(annotation: Any, data: Mapping[str, Any], default: Any = None) -> dict[str, Any]:
+    """``data`` with what it leaves out taken from the default of its section.
+
+    Changing one key of ``eval.generation`` must not undo ``greedy``, which only the default of that
+    section sets, not the class.
+    """
+    fields = section_fields(annotation) or {}
+    base = {name: getattr(default, name) for name in fields} if default is not None else {}
+    filled: dict[str, Any] = {}
+    for name, value in data.items():
+        if isinstance(value, Mapping) and section_fields(fields.get(name)) is not None:
+            own = base.get(name) if base else section_default(annotation, name)
+            value = _completed(fields[name], value, own)
+        filled[name] = value
+    return {**base, **filled}
 
 
 def _misused_booleans(annotation: Any, data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

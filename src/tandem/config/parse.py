@@ -38,7 +38,7 @@ def _resolve(tag: str, pattern: str, first: str) -> None:
     _Loader.add_implicit_resolver(_PREFIX + tag, re.compile(f"^(?:{pattern})$"), list(first))
 
 
-_resolve("null", "~|null|Null|NULL|", "~nN")
+_resolve("null", "~|null|Null|NULL", "~nN")
 _Loader.add_implicit_resolver(f"{_PREFIX}null", re.compile("^$"), [""])
 _resolve("bool", "true|True|TRUE|false|False|FALSE", "tTfF")
 _resolve("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789")

@@ -1,4 +1,4 @@
-"""From the rows of a rollout to optimizer steps: what is computed once per training batch, in order.
+"""From the rows of a rollout to optimizer steps: what is computed once per training batch.
 
     rows -> prox (and reference) log-probabilities -> mismatch metrics -> final masks -> advantages
          -> mini-batches of whole episodes -> one set of loss weights for each optimizer step

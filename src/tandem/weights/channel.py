@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tandem.errors import ConfigError, WeightSyncError
+from tandem.errors import ConfigError, TandemError, WeightSyncError
 from tandem.types import ParamSpec, WeightUpdateMeta
 from tandem.weights.manifest import Manifest, Published
 from tandem.weights.transports.disk import DiskSender
@@ -101,6 +101,7 @@ def publish(
 
     Raises:
         WeightSyncError: the stream or the transport failed; the receiver's future holds it too.
+        ConfigError: ``meta`` asks for what no transport can do; the future holds WeightSyncError.
     """
     key = _key(meta)
     with _LOCK:
@@ -111,7 +112,7 @@ def publish(
         except BaseException as error:
             failure = _as_sync_error(meta, error)
             _hand_over(channel, key, failure)
-            if failure is error or not isinstance(error, Exception):
+            if isinstance(error, TandemError) or not isinstance(error, Exception):
                 raise
             raise failure from error
         _hand_over(channel, key, published)

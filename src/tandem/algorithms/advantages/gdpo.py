@@ -27,7 +27,8 @@ def gdpo(
 ) -> Tensor:
     """Weighted sum over ``reward_parts [B, K]`` of GRPO advantages, normalised over responses.
 
-    The last normalisation counts every response once, not every token. Rows whose overall reward
+    The last normalisation counts every response once, not every token, and divides by the spread,
+    at least ``eps``. Rows whose overall reward
     or any part is missing are left out and get 0.
     """
     if reward_parts.dim() != 2 or reward_parts.shape[0] != rewards_B.shape[0]:
@@ -45,6 +46,9 @@ def gdpo(
         part_B = torch.where(valid, part_B, torch.nan)
         total = total + scale * grpo(part_B, group_ids_B, ddof=ddof, eps=eps)
     if normalise_batch:
-        total = masked_whiten(total, valid, ddof=ddof, eps=eps, form="1/(std+eps)", reduce=reduce)
+        floor = eps * eps
+        total = masked_whiten(
+            total, valid, ddof=ddof, eps=floor, form="rsqrt(max(var,eps))", reduce=reduce
+        )
     checked = torch.where(valid, total, torch.nan)
     return group_rewards(checked, group_ids_B).where_valid(total, rewards_B.dtype)

@@ -60,7 +60,7 @@ def sapo(
             raise ConfigError(f"{name}: got {value!r}, allowed: a number > 0")
     log_ratio = log_ratios(logprobs_BT, old_logprobs_BT, mask_BT)
     advantages = under_mask(advantages_BT.detach(), mask_BT)
-    tau = torch.where(advantages > 0, tau_positive, tau_negative).to(log_ratio.dtype)
+    tau = torch.full_like(advantages, tau_negative).masked_fill_(advantages > 0, tau_positive)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1.0)) * 4.0 / tau
     return -advantages * gate, {"ppo_kl": mean_kl(log_ratio)}
 

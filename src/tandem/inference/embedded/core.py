@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.errors import CapabilityError, ConfigError, DataError, EngineError
+from tandem.errors import EngineError
 from tandem.inference.embedded.lanes import Lanes
 from tandem.inference.embedded.requests import Job, ModelLimits, accept
 from tandem.inference.embedded.sampler import History, Sampler

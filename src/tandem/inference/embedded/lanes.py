@@ -14,6 +14,8 @@ import numpy.typing as npt
 from tandem.inference.embedded.requests import Job
 
 _PAD_STOP = -1
+_PER_TOKEN = ("tokens", "logprobs", "versions", "times")
+_PER_ROW = ("_lengths", "_prompt_lengths", "_limits", "_cached")
 
 
 class Lanes:
@@ -86,7 +88,8 @@ class Lanes:
         left = len(self) - len(gone)
         targets = [row for row in sorted(gone) if row < left]
         sources = [row for row in range(left, len(self)) if row not in gone]
-        for array in self._arrays():
+        for name in (*_PER_TOKEN, *_PER_ROW):
+            array = getattr(self, name)
             array[targets] = array[sources]
         for source, target in zip(sources, targets, strict=True):
             self.jobs[target] = self.jobs[source]
@@ -101,10 +104,6 @@ class Lanes:
         for row, job in enumerate(self.jobs):
             self.stop_ids[row, : len(job.sampling.stop_ids)] = job.sampling.stop_ids
 
-    def _arrays(self) -> list[npt.NDArray[np.generic]]:
-        per_token = [self.tokens, self.logprobs, self.versions, self.times]
-        return [*per_token, self._lengths, self._prompt_lengths, self._limits, self._cached]
-
     def _grow(self, rows: int, length: int) -> None:
         old_rows, old_length = self.tokens.shape
         if rows <= old_rows and length <= old_length:
@@ -113,12 +112,12 @@ class Lanes:
             max(rows, 2 * old_rows) if rows > old_rows else old_rows,
             max(length, 2 * old_length) if length > old_length else old_length,
         )
-        for name in ("tokens", "logprobs", "versions", "times"):
+        for name in _PER_TOKEN:
             old = getattr(self, name)
             new = np.zeros(shape, dtype=old.dtype)
             new[:old_rows, :old_length] = old
             setattr(self, name, new)
-        for name in ("_lengths", "_prompt_lengths", "_limits", "_cached"):
+        for name in _PER_ROW:
             new = np.zeros(shape[0], dtype=np.int64)
             new[:old_rows] = getattr(self, name)
             setattr(self, name, new)

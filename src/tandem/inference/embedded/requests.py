@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tandem.errors import ConfigError, DataError
 from tandem.inference.embedded.sampler import SamplingRow
-from tandem.inference.embedded.stopping import Decoder, StopStrings
+from tandem.inference.stopping import Decoder, StopStrings
 from tandem.types import LLMRequest
 
 SEED_MASK = (1 << 64) - 1
@@ -99,9 +99,10 @@ def _limit(request: LLMRequest, limits: ModelLimits) -> int:
 
 
 def _check_ids(field: str, ids: tuple[int, ...], vocab_size: int) -> None:
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise DataError(
-                f"{field}: got token {token!r}, allowed: integers from 0 to {vocab_size - 1}; "
-                "was the prompt encoded with another tokenizer?"
-            )
+    if not ids or ({type(i) for i in ids} == {int} and min(ids) >= 0 and max(ids) < vocab_size):
+        return
+    wrong = next(i for i in ids if type(i) is not int or not 0 <= i < vocab_size)
+    raise DataError(
+        f"{field}: got token {wrong!r}, allowed: integers from 0 to {vocab_size - 1}; was the "
+        "prompt encoded with another tokenizer?"
+    )

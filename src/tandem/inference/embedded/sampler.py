@@ -104,7 +104,7 @@ class Sampler:
         A row without a finite distribution gets log-probability NaN.
         """
         self._shape_logits(logits, history)
-        greedy_ids = logits.argmax(dim=-1) if self._greedy is not None else None
+        best = logits.argmax(dim=-1, keepdim=True) if self._greedy is not None else None
         if self._temperature is not None:
             logits.div_(self._temperature)
         if self._top_k is not None or self._top_p is not None:
@@ -118,8 +118,8 @@ class Sampler:
         total = cdf[:, -1:]
         ids = torch.searchsorted(cdf, uniform[:, None] * total, right=True)
         ids.clamp_(max=logits.shape[1] - 1)
-        if greedy_ids is not None:
-            ids = torch.where(self._greedy, greedy_ids[:, None], ids)
+        if self._greedy is not None and best is not None:
+            ids = torch.where(self._greedy, best, ids)
         logprobs = (logits.gather(1, ids) - peak).double() - total.log()
         return ids[:, 0].cpu().numpy(), logprobs[:, 0].float().cpu().numpy()
 
