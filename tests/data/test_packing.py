@@ -126,9 +126,7 @@ def test_ranks_agree_on_a_count_without_empty_bins():
     lengths = {0: [10, 10, 1], 1: [10, 10, 10]}
     own = {r: len(cut_microbatches(n, max_tokens=10)) for r, n in lengths.items()}
     agreed = max(own.values())
-    cuts = {
-        r: cut_microbatches(n, max_tokens=10, agree=lambda _: agreed) for r, n in lengths.items()
-    }
+    cuts = [cut_microbatches(lengths[r], max_tokens=10, agree=lambda _: agreed) for r in (0, 1)]
     assert [[lengths[0][i] for i in part] for part in cuts[0]] == [[10], [10], [1]]
     assert len(cuts[1]) == 3
 

@@ -84,10 +84,10 @@ def left_padded(batch):
     """The same rows, padded on the left."""
     batch = batch.clone()
     for b, n in enumerate(batch["attention_mask"].sum(1).tolist()):
-        for key in batch.keys():
-            if batch[key].ndim == 2:
-                row = batch[key][b].clone()
-                batch[key][b] = torch.cat([row[n:], row[:n]])
+        for value in batch.values():
+            if value.ndim == 2:
+                row = value[b].clone()
+                value[b] = torch.cat([row[n:], row[:n]])
     return batch
 
 

@@ -212,9 +212,9 @@ def test_a_second_registration_of_a_key_is_an_error(registry):
         pass
 
     registry.register("language_model", "mine", device="cpu")(Mine)
-    with pytest.raises(ConfigError, match="registered already by .*Mine"):
+    with pytest.raises(ConfigError, match=r"registered already by .*Mine"):
         registry.register("language_model", "mine", device=["cpu", "cuda"])(Mine)
-    with pytest.raises(ConfigError, match="registered already by .*LocalTrainEngine"):
+    with pytest.raises(ConfigError, match=r"registered already by .*LocalTrainEngine"):
         registry.register("language_model", "local", device="cpu")(Mine)
 
 

@@ -43,7 +43,8 @@ def test_plain_transformers_loads_an_export_with_equal_logits(
     for name, p in loaded.named_parameters():
         assert torch.equal(p, engine.model.get_parameter(name)), name
     with safe_open(target / "model.safetensors", "pt") as file:
-        assert ("lm_head.weight" in file.keys()) is not tied
+        names = list(file.keys())
+    assert ("lm_head.weight" in names) is not tied
     is_tied = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
     assert is_tied is tied
 
@@ -107,8 +108,8 @@ def test_with_optim_training_goes_on_as_if_never_stopped(make_engine, tmp_path):
     batch = make_batch([6, 3])
     assert engine.train_batch(batch, nll) == other.train_batch(batch, nll)
     assert torch.equal(own_logits(other), own_logits(engine))
+    other.save(SaveLoadMeta(str(tmp_path / "bare")))
     with pytest.raises(CheckpointError, match="no training state"):
-        other.save(SaveLoadMeta(str(tmp_path / "bare")))
         other.load(SaveLoadMeta(str(tmp_path / "bare"), with_optim=True))
 
 

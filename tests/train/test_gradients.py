@@ -1,4 +1,4 @@
-"""Loss and gradients against a plain Hugging Face loop, for every way to cut and lay out a batch."""
+"""Loss and gradients against a plain Hugging Face loop, for every cut and layout of a batch."""
 
 import math
 
@@ -210,8 +210,9 @@ def test_the_callers_batch_is_not_changed(make_engine):
         return loss, {}
 
     make_engine().train_batch(batch, rude)
-    assert set(batch.keys()) == set(before.keys())
-    assert all(torch.equal(batch[key], before[key]) for key in before.keys())
+    after, before = dict(batch.items()), dict(before.items())
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
 
 
 def test_outputs_when_training_only_if_asked(make_engine):

@@ -78,7 +78,7 @@ class LocalTrainEngine(TrainEngine):
         find_head(model)
         check_exactness(model, device)
         if self.lora is not None:
-            self._peft_config = inject_adapter(model, self.lora, seed=self.seed)
+            self.peft_config = inject_adapter(model, self.lora, seed=self.seed)
             find_head(model)
         if self.config.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
