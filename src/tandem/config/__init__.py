@@ -4,6 +4,7 @@ Nothing here imports torch; a component is handed its own section, never the roo
 """
 
 from tandem.config.load import load_config, resolve_recipe, to_yaml
+from tandem.config.resume import RESUMABLE_CHANGES, check_resume
 from tandem.config.schema import (
     AlgorithmConfig,
     CheckpointConfig,
@@ -16,6 +17,7 @@ from tandem.config.schema import (
     RewardConfig,
     RLConfig,
     RolloutConfig,
+    Root,
     RunConfig,
     SFTConfig,
     SFTStageConfig,
@@ -25,6 +27,7 @@ from tandem.config.schema import (
 )
 
 __all__ = [
+    "RESUMABLE_CHANGES",
     "AlgorithmConfig",
     "CheckpointConfig",
     "DataConfig",
@@ -36,12 +39,14 @@ __all__ = [
     "RLConfig",
     "RewardConfig",
     "RolloutConfig",
+    "Root",
     "RunConfig",
     "SFTConfig",
     "SFTStageConfig",
     "TinyModelConfig",
     "TrackingConfig",
     "TrainConfig",
+    "check_resume",
     "load_config",
     "resolve_recipe",
     "to_yaml",

@@ -2,54 +2,27 @@
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from tandem.config.keys import (
+    annotation_at,
+    leaves,
+    section_default,
+    section_fields,
+    suggest,
+    takes_boolean,
+    takes_only_text,
+)
+from tandem.config.parse import parse_yaml
 from tandem.config.schema import RLConfig, Root, SFTConfig
 from tandem.errors import ConfigError
 
 KINDS: dict[str, type[Root]] = {"sft": SFTConfig, "rl": RLConfig}
-
-SYNONYMS = {
-    "learning_rate": "lr",
-    "num_generations": "group_size",
-    "n": "group_size",
-    "beta": "kl_coef",
-    "max_completion_length": "max_new_tokens",
-    "max_response_length": "max_new_tokens",
-    "max_prompt_length": "max_prompt_tokens",
-    "clip_grad": "max_grad_norm",
-    "max_steps": "steps",
-    "model_name_or_path": "path",
-    "max_head_offpolicyness": "max_staleness",
-}
-"""Names of other libraries for our keys, used in suggestions only."""
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2 numbers (``1e-5`` is a float) and no duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise ConfigError(f"{key_node.start_mark}: the key {key!r} appears twice")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
 
 
 def load_config(
@@ -60,33 +33,39 @@ def load_config(
 ) -> Any:
     """Read a configuration from a YAML file or a mapping, then apply ``section.key=value``.
 
-    Override values are read as YAML. ``kind`` (``sft`` or ``rl``) must agree with the file's own.
+    Override values are read as YAML, except that keys which take text get it verbatim. ``kind``
+    (``sft`` or ``rl``) must agree with the file's own.
 
     Raises:
-        ConfigError: missing file, bad YAML, unknown key (with a suggestion), or a bad value.
+        ConfigError: missing file, bad YAML, unknown keys (each with a suggestion), or bad values;
+            every problem found, one a line.
     """
     data = _read(source)
-    for item in overrides:
-        _apply(data, item)
-    found = data.get("kind", kind)
-    if found not in KINDS:
-        raise ConfigError(f"kind: got {found!r}, allowed: {', '.join(KINDS)}")
-    if kind is not None and found != kind:
-        raise ConfigError(f"kind: the file is for 'tandem {found}', not 'tandem {kind}'")
-    model = KINDS[found]
+    pairs = [_split(item) for item in overrides]
+    model = _kind_of(data, {".".join(path): text for path, text in pairs}, kind)
+    for path, text in pairs:
+        _apply(data, path, _value(model, path, text))
+    problems = list(_misused_booleans(model, data))
     try:
-        return model.model_validate(data)
+        config = model.model_validate(_completed(model, data))
     except ValidationError as error:
-        raise ConfigError(_explain(model, error)) from None
+        problems += [line for item in error.errors() for line in _explain(model, item)]
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(problems)))
+    return config
 
 
 def resolve_recipe(name: str) -> Path:
     """Path of a recipe that ships with Tandem, by its name without ``.yaml``."""
     package = Path(__file__).resolve().parents[1]
-    for folder in (package / "recipes", package.parents[1] / "recipes"):
+    folders = (package / "recipes", package.parents[1] / "recipes")
+    for folder in folders:
         if (path := folder / f"{name}.yaml").is_file():
             return path
-    raise ConfigError(f"recipe {name!r} is not shipped with this installation")
+    known = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    raise ConfigError(
+        f"recipe {name!r} is not shipped with this installation; known: {', '.join(known)}"
+    )
 
 
 def to_yaml(config: Root) -> str:
@@ -97,15 +76,19 @@ def to_yaml(config: Root) -> str:
 def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
         return _copied(source)
-    path = Path(source)
+    name = f"config file {str(source)!r}"
     try:
-        data = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+        data = parse_yaml(Path(source).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"config file {str(path)!r}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config file {str(path)!r} is not YAML: {error}") from None
+        raise ConfigError(f"{name}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{name} is not YAML: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from None
     if not isinstance(data, dict):
-        raise ConfigError(f"config file {str(path)!r}: expected a mapping of sections")
+        raise ConfigError(
+            f"{name}: got {type(data).__name__}, allowed: a mapping of sections, e.g. 'model:'"
+        )
     return data
 
 
@@ -113,67 +96,115 @@ def _copied(value: Any) -> Any:
     return {k: _copied(v) for k, v in value.items()} if isinstance(value, Mapping) else value
 
 
-def _apply(data: dict[str, Any], item: str) -> None:
+def _split(item: str) -> tuple[list[str], str]:
     key, separator, text = item.partition("=")
-    if not separator or not all(key.split(".")):
+    path = key.strip().split(".")
+    if not separator or not all(path):
         raise ConfigError(f"override {item!r}: expected section.key=value, e.g. train.lr=1e-5")
-    *parents, leaf = key.split(".")
+    return path, text
+
+
+def _kind_of(data: Mapping[str, Any], overrides: Mapping[str, str], kind: str | None) -> type[Root]:
+    found = overrides.get("kind", data.get("kind", kind))
+    if found not in KINDS:
+        raise ConfigError(f"kind: got {found!r}, allowed: {', '.join(KINDS)}")
+    if kind is not None and found != kind:
+        raise ConfigError(f"kind: the file is for 'tandem {found}', not 'tandem {kind}'")
+    return KINDS[found]
+
+
+def _value(model: type[Root], path: list[str], text: str) -> Any:
+    annotation = annotation_at(model, path)
+    is_text = annotation is not None and takes_only_text(annotation)
+    if is_text and text not in ("null", "~") and text[:1] not in ("'", '"'):
+        return text
+    try:
+        return parse_yaml(text)
+    except ConfigError as error:
+        raise ConfigError(f"override {'.'.join(path)}={text}: not YAML: {error}") from None
+
+
+def _apply(data: dict[str, Any], path: list[str], value: Any) -> None:
     node = data
-    for name in parents:
+    for depth, name in enumerate(path[:-1], start=1):
         child = node.get(name)
         if child is None:
             child = node[name] = {}
         if not isinstance(child, dict):
-            raise ConfigError(f"override {item!r}: {name!r} is a value, not a section")
+            raise ConfigError(
+                f"override {'.'.join(path)}: {'.'.join(path[:depth])} is the value {child!r}, "
+                "not a section"
+            )
         node = child
-    try:
-        node[leaf] = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {item!r}: the value is not YAML: {error}") from None
+    node[path[-1]] = value
 
 
-def _explain(model: type[BaseModel], error: ValidationError) -> str:
-    return "; ".join(_explain_one(model, item) for item in error.errors())
+def _completed(annotation: Any, data: Mapping[str, Any], default: Any = None) -> dict[str, Any]:
+    """``data`` with what it leaves out taken from the default of its section.
+
+    Changing one key of ``eval.generation`` must not undo ``greedy``, which only the default of that
+    section sets, not the class.
+    """
+    fields = section_fields(annotation) or {}
+    base = {name: getattr(default, name) for name in fields} if default is not None else {}
+    filled: dict[str, Any] = {}
+    for name, value in data.items():
+        if isinstance(value, Mapping) and section_fields(fields.get(name)) is not None:
+            own = base.get(name) if base else section_default(annotation, name)
+            value = _completed(fields[name], value, own)
+        filled[name] = value
+    return {**base, **filled}
 
 
-def _explain_one(model: type[BaseModel], item: Any) -> str:
-    loc = [str(part) for part in item["loc"]]
-    path = ".".join(loc) or "config"
+def _misused_booleans(annotation: Any, data: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """``steps: true`` must not mean 1, which is what lax validation makes of it."""
+    fields = section_fields(annotation) or {}
+    for name, value in data.items():
+        if name not in fields:
+            continue
+        path = f"{prefix}{name}"
+        if isinstance(value, bool) and not takes_boolean(fields[name]):
+            yield f"{path}: got {value!r}, allowed: a number"
+        elif isinstance(value, Mapping):
+            yield from _misused_booleans(fields[name], value, f"{path}.")
+
+
+def _explain(model: type[BaseModel], item: Any) -> Iterator[str]:
+    loc = _schema_path(model, [str(part) for part in item["loc"]])
+    path = ".".join(loc)
     if item["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        known = _fields_at(model, loc[:-1])
-        hint = _suggest(loc, known) or f"known keys: {', '.join(sorted(known))}"
-        return f"unknown key {path!r}; {hint}"
-    if item["type"] == "missing":
-        return f"{path}: this key is required"
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{path}: got {item['input']!r}: {message}" if loc and _short(item) else message
+        for leaf in leaves(item["input"], loc):
+            yield f"unknown key {'.'.join(leaf)!r}: {suggest(model, leaf)}"
+        return
+    if item["type"] in ("missing", "missing_argument"):
+        yield f"{path}: this key is required"
+        return
+    message = " ".join(item["msg"].removeprefix("Value error, ").split())
+    # A section that checks itself names the class it is made of, the file names the section.
+    owner, dot, rest = message.partition(".")
+    if dot and owner.isidentifier() and owner in _class_names(annotation_at(model, loc)):
+        yield f"{path}.{rest}"
+    elif loc and not isinstance(item["input"], dict | BaseModel):
+        yield f"{path}: got {item['input']!r}: {message}"
+    else:
+        yield message
 
 
-def _short(item: Any) -> bool:
-    return not isinstance(item["input"], dict | BaseModel)
+def _class_names(annotation: Any) -> set[str]:
+    kinds = (annotation, *get_args(annotation))
+    return {kind.__name__ for kind in kinds if isinstance(kind, type)}
 
 
-def _suggest(loc: list[str], known: list[str]) -> str | None:
-    candidates = {**SYNONYMS, **{name: name for name in known}}
-    reachable = [name for name, ours in candidates.items() if ours in known]
-    close = difflib.get_close_matches(loc[-1], reachable, n=1, cutoff=0.6)
-    if not close:
-        return None
-    ours = ".".join([*loc[:-1], candidates[close[0]]])
-    note = "" if candidates[close[0]] == close[0] else f" (elsewhere called {close[0]})"
-    return f"did you mean {ours!r}{note}?"
-
-
-def _fields_at(model: type[BaseModel], loc: list[str]) -> list[str]:
-    """Field names of the section reached by ``loc``, looking through optional types."""
+def _schema_path(model: type[BaseModel], loc: list[str]) -> list[str]:
+    """``loc`` without the labels that validation adds for the members of a union."""
     current: Any = model
+    path: list[str] = []
     for name in loc:
-        options = getattr(current, "model_fields", {})
-        if name not in options:
-            return []
-        annotation = options[name].annotation
-        kinds = [kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type)]
-        current = next((kind for kind in kinds if hasattr(kind, "__annotations__")), None)
-    return list(
-        getattr(current, "model_fields", None) or getattr(current, "__dataclass_fields__", {})
-    )
+        fields = section_fields(current)
+        if fields is not None and name in fields:
+            path.append(name)
+            current = fields[name]
+        elif fields is not None or name.isidentifier() or name.isdigit():
+            path.append(name)
+            current = None
+    return path

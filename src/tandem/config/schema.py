@@ -224,6 +224,7 @@ class DataConfig(Section):
 
 class EvalConfig(Section):
     data: DataConfig | None = None
+    reward: RewardConfig | None = Field(None, description="None: the reward of training")
     every: NonNegativeInt = Field(
         0, description="steps between evaluations; 0: before and after only"
     )
@@ -257,6 +258,7 @@ class SFTStageConfig(Section):
     max_length: PositiveInt = 512
     overlong: Literal["error", "filter", "truncate"] = "error"
     completion_only: bool = True
+    checkpoint_every: NonNegativeInt = Field(100, description="steps between; 0: last only")
     train: TrainConfig = TrainConfig()
 
 

@@ -1,0 +1,123 @@
+"""The loss of an RL step: policy term, KL to a reference, entropy bonus.
+
+What belongs here: how the terms are put together from a micro-batch's keys, and their metrics.
+What does not: the formulas of the terms, and anything that needs the whole step (loss weights,
+behaviour correction, advantages), which is in the batch already.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from tandem.algorithms.kl import KL_ESTIMATORS, KLGradient, kl_estimate
+from tandem.algorithms.policy import POLICY_BATCH_KEYS, POLICY_LOSSES
+from tandem.algorithms.tokens import under_mask
+from tandem.errors import ConfigError, DataError
+from tandem.types import Metric
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyObjective:
+    """``sum(w * policy) + kl_coef * sum(w_kl * KL) - entropy_coef * sum(w_entropy * entropy)``.
+
+    The ratio is taken against ``prox_logprobs``. ``w`` is ``loss_weights``, times
+    ``behaviour_weights`` when the batch has them; ``w_kl`` and ``w_entropy`` are
+    ``kl_loss_weights`` and ``entropy_loss_weights``. ``policy_kwargs`` go to the policy loss.
+    """
+
+    policy_loss: str = "ppo_clip"
+    policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    kl_gradient: KLGradient = "auto"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        _check_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
+        _check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        known = set(inspect.signature(POLICY_LOSSES[self.policy_loss]).parameters)
+        unknown = sorted(set(self.policy_kwargs) - known)
+        if unknown:
+            raise ConfigError(
+                f"policy_kwargs: {self.policy_loss} does not take {unknown[0]!r}, "
+                f"allowed: {', '.join(sorted(known - set(_POSITIONAL)))}"
+            )
+
+    @property
+    def required_outputs(self) -> frozenset[str]:
+        return frozenset({"train_logprobs", "entropy"} if self.entropy_coef else {"train_logprobs"})
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], microbatch: TensorDict
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        mask = _get(microbatch, "loss_mask").bool()
+        logprobs = outputs["train_logprobs"]
+        policy_BT, stats = POLICY_LOSSES[self.policy_loss](
+            logprobs,
+            _get(microbatch, "prox_logprobs"),
+            _get(microbatch, "advantages"),
+            mask,
+            **{key: _get(microbatch, key) for key in POLICY_BATCH_KEYS.get(self.policy_loss, ())},
+            **self.policy_kwargs,
+        )
+        weights = _get(microbatch, "loss_weights")
+        if "behaviour_weights" in microbatch:
+            weights = weights * under_mask(microbatch["behaviour_weights"], mask)
+        loss = policy_loss = (weights * policy_BT).sum()
+        averages = {f"actor/{name}": value for name, value in stats.items()}
+        if self.kl_coef:
+            kl_BT = self._kl(logprobs, microbatch, mask)
+            loss = loss + self.kl_coef * (_get(microbatch, "kl_loss_weights") * kl_BT).sum()
+            averages["actor/kl_loss"] = kl_BT
+        if "entropy" in outputs:
+            entropy_BT = under_mask(outputs["entropy"], mask)
+            averages["actor/entropy"] = entropy_BT
+            if self.entropy_coef:
+                bonus = (_get(microbatch, "entropy_loss_weights") * entropy_BT).sum()
+                loss = loss - self.entropy_coef * bonus
+        metrics = _token_means(averages, mask)
+        metrics["actor/pg_loss"] = Metric(policy_loss.detach(), 1.0, "sum")
+        return loss, metrics
+
+    def _kl(self, logprobs: Tensor, microbatch: TensorDict, mask: Tensor) -> Tensor:
+        kl = kl_estimate(
+            under_mask(logprobs, mask),
+            under_mask(_get(microbatch, "ref_logprobs"), mask),
+            self.kl_estimator,
+            gradient=self.kl_gradient,
+        )
+        return under_mask(kl, mask)
+
+
+_POSITIONAL = ("logprobs_BT", "old_logprobs_BT", "advantages_BT", "mask_BT")
+
+
+def _check_choice(name: str, value: str, table: Mapping[str, object]) -> None:
+    if value not in table:
+        raise ConfigError(f"{name}: got {value!r}, allowed: {', '.join(table)}")
+
+
+def _get(microbatch: TensorDict, key: str) -> Tensor:
+    value = microbatch.get(key, None)
+    if value is None:
+        found = ", ".join(sorted(map(str, microbatch.keys())))
+        raise DataError(f"{key}: missing from the batch, required by the loss; found: {found}")
+    return value
+
+
+def _token_means(values: Mapping[str, Tensor], mask: Tensor) -> dict[str, Metric]:
+    """Means over the trained tokens, weighted by their number."""
+    count = mask.sum(dtype=torch.float32)
+    return {
+        name: Metric(under_mask(value.detach().float(), mask).sum() / count.clamp(min=1), count)
+        for name, value in values.items()
+    }

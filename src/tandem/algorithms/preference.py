@@ -1,0 +1,112 @@
+"""Losses of pairs of responses, one number a pair: DPO and its relatives, Bradley-Terry.
+
+What does not belong here: how pairs are tokenised and packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tandem.errors import ConfigError, DataError
+
+
+def _sigmoid(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    right, wrong = -F.logsigmoid(beta * margin), -F.logsigmoid(-beta * margin)
+    return (1.0 - label_smoothing) * right + label_smoothing * wrong
+
+
+def _hinge(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    _no_smoothing("hinge", label_smoothing)
+    return torch.relu(1.0 - beta * margin)
+
+
+def _ipo(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    _no_smoothing("ipo", label_smoothing)
+    return (margin - 1.0 / (2.0 * beta)) ** 2
+
+
+PREFERENCE_LOSSES: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "hinge": _hinge,
+    "ipo": _ipo,
+}
+
+
+def preference_margin(
+    policy_chosen: Tensor,
+    policy_rejected: Tensor,
+    ref_chosen: Tensor,
+    ref_rejected: Tensor,
+    *,
+    len_chosen: Tensor | None = None,
+    len_rejected: Tensor | None = None,
+) -> Tensor:
+    """Log-ratio to the reference of the chosen response less that of the rejected one, a pair.
+
+    All are sums over a response's tokens. With both lengths each log-ratio is divided by its own:
+    the convention that IPO's authors confirmed; the paper's text sums.
+    """
+    chosen = policy_chosen - ref_chosen.detach()
+    rejected = policy_rejected - ref_rejected.detach()
+    if (len_chosen is None) != (len_rejected is None):
+        raise DataError("len_chosen, len_rejected: got only one, expected both or neither")
+    if len_chosen is not None and len_rejected is not None:
+        if bool((len_chosen < 1).any()) or bool((len_rejected < 1).any()):
+            raise DataError("len_chosen, len_rejected: got 0, expected >= 1; drop such pairs")
+        chosen, rejected = chosen / len_chosen, rejected / len_rejected
+    return chosen - rejected
+
+
+def preference_loss(
+    margin: Tensor, loss_type: str = "sigmoid", *, beta: float = 0.1, label_smoothing: float = 0.0
+) -> Tensor:
+    """Loss of each pair from its ``preference_margin`` ``h``.
+
+    ======= =====================================================================
+    sigmoid ``-log sigmoid(beta h)`` (DPO, arXiv 2305.18290, eq. 7), label smoothing: cDPO
+    hinge   ``max(0, 1 - beta h)`` (SLiC, arXiv 2305.10425)
+    ipo     ``(h - 1 / (2 beta))^2`` (arXiv 2310.12036, eq. 17)
+    ======= =====================================================================
+    """
+    if loss_type not in PREFERENCE_LOSSES:
+        raise ConfigError(f"loss_type: got {loss_type!r}, allowed: {', '.join(PREFERENCE_LOSSES)}")
+    if not beta > 0:
+        raise ConfigError(f"beta: got {beta!r}, allowed: a number > 0")
+    if not 0 <= label_smoothing < 0.5:
+        raise ConfigError(f"label_smoothing: got {label_smoothing!r}, allowed: in [0, 0.5)")
+    return PREFERENCE_LOSSES[loss_type](margin, beta, label_smoothing)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | None = None) -> Tensor:
+    """``-log sigmoid(r_chosen - r_rejected - margin)`` a pair (margin: arXiv 2307.09288, eq. 2)."""
+    difference = chosen - rejected
+    return -F.logsigmoid(difference if margin is None else difference - margin)
+
+
+def pair_accuracy(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Fraction of pairs in which the chosen response scores strictly higher."""
+    return (chosen > rejected).to(chosen.dtype).mean()
+
+
+def last_token_scores(token_scores_BT: Tensor, attention_mask_BT: Tensor) -> Tensor:
+    """The score at each row's last attended token, ``[B]``, for either side of padding.
+
+    Read from the attention mask, so a padding id that equals the end token does no harm.
+    """
+    mask = attention_mask_BT.bool()
+    if not bool(mask.any(dim=1).all()):
+        raise DataError("attention_mask: got a row without any token; drop it")
+    position = torch.arange(mask.shape[1], device=mask.device)
+    last = torch.where(mask, position, -1).amax(dim=1)
+    return token_scores_BT.gather(1, last[:, None])[:, 0]
+
+
+def _no_smoothing(loss_type: str, label_smoothing: float) -> None:
+    if label_smoothing:
+        raise ConfigError(
+            f"label_smoothing: got {label_smoothing!r}, allowed with loss_type {loss_type!r}: 0"
+        )

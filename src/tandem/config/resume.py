@@ -1,0 +1,62 @@
+"""Which keys may change between a run and its resumption. What is saved is checkpoint/'s matter."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+from tandem.config.schema import Root
+from tandem.errors import ConfigError
+
+RESUMABLE_CHANGES: tuple[str, ...] = (
+    "run.name",
+    "run.output_dir",
+    "run.threads",
+    "steps",
+    "sft.steps",
+    "sft.epochs",
+    "eval.every",
+    "eval.batch_size",
+    "checkpoint.*",
+    "tracking.*",
+    "train.device",
+    "train.gradient_checkpointing",
+    "train.offload_*",
+    "inference.device",
+    "inference.threads",
+    "inference.*_timeout_s",
+    "rollout.*_timeout_s",
+    "rollout.max_failures_in_row",
+    "rollout.max_rejected_in_row",
+)
+"""Patterns of keys that leave what was learnt so far valid: how long, where, how it is watched."""
+
+
+def check_resume(old: Root, new: Root) -> None:
+    """Compare the configuration a run was started with to the one that would resume it.
+
+    Raises:
+        ConfigError: naming every changed key that is not in ``RESUMABLE_CHANGES``.
+    """
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    changed = [
+        f"{key}: the run has {before.get(key)!r}, got {after.get(key)!r}"
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key) and not _may_change(key)
+    ]
+    if changed:
+        changed.append("these keys cannot change on --resume; restore them or use another run.name")
+        raise ConfigError("\n".join(changed))
+
+
+def _may_change(key: str) -> bool:
+    return any(fnmatchcase(key, pattern) for pattern in RESUMABLE_CHANGES)
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict) or not value:
+        return {path: value}
+    flat: dict[str, Any] = {}
+    for name, child in value.items():
+        flat |= _flat(child, f"{path}.{name}" if path else str(name))
+    return flat

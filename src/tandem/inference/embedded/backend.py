@@ -1,0 +1,97 @@
+"""The embedded engine as a thread of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from tandem.config.schema import InferenceConfig
+from tandem.errors import EngineError
+from tandem.inference.backend import GenerationBackend
+from tandem.inference.embedded.build import build_core
+from tandem.inference.embedded.core import EmbeddedCore
+from tandem.inference.embedded.loop import CoreLoop
+from tandem.inference.embedded.pending import Pending
+from tandem.inference.embedded.weights import commit
+from tandem.inference.updates import PendingUpdate
+from tandem.types import LLMRequest, LLMResponse, WeightUpdateMeta, WeightVersion
+
+CLOSED = "the generation backend was closed; start a new one"
+CAPABILITIES = frozenset(
+    {"seed", "logprobs", "versions", "stop_strings", "interruption", "weight_update"}
+)
+
+
+class EmbeddedBackend(GenerationBackend):
+    """Shares this process's torch threads with whatever else runs here (``threads`` is unused)."""
+
+    capabilities = CAPABILITIES
+
+    def __init__(self, config: InferenceConfig, model_path: str, incarnation: str) -> None:
+        self._config = config
+        self._model_path = model_path
+        self._incarnation = incarnation
+        self._pending = Pending()
+        self._starting = threading.Lock()
+        self._core: EmbeddedCore | None = None
+        self._loop: CoreLoop | None = None
+
+    def start(self) -> None:
+        with self._starting:
+            self._pending.refuse_if_ended()
+            if self._loop is None:
+                self._core = build_core(self._config, self._model_path, self._incarnation)
+                self._loop = CoreLoop(self._core, deliver=self._pending.deliver, die=self._die)
+                self._loop.start()
+
+    def close(self) -> None:
+        self._pending.end(CLOSED)
+        with self._starting:
+            loop, self._loop, self._core = self._loop, None, None
+        if loop is not None:
+            loop.close()
+
+    async def generate(self, req: LLMRequest) -> LLMResponse:
+        loop = self._running()
+        return await self._pending.run(
+            req,
+            lambda ticket, request: loop.submit([(ticket, request)]),
+            lambda ticket: loop.abort([ticket]),
+        )
+
+    def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
+        loop = self._running()
+        update = self._pending.add_update(
+            lambda: PendingUpdate(
+                meta,
+                lambda published: loop.call(lambda core: commit(core, published)),
+                timeout_s=self._config.update_timeout_s,
+                on_stuck=self._pending.end,
+            )
+        )
+        return update.future
+
+    @property
+    def version(self) -> WeightVersion:
+        core = self._core
+        return WeightVersion(self._incarnation, 0) if core is None else core.version
+
+    def pause_generation(self) -> None:
+        self._running().call(EmbeddedCore.pause).result()
+
+    def resume_generation(self) -> None:
+        self._running().call(EmbeddedCore.resume).result()
+
+    def stats(self) -> Mapping[str, Any]:
+        return self._running().stats()
+
+    def _running(self) -> CoreLoop:
+        self._pending.refuse_if_ended()
+        if self._loop is None:
+            raise EngineError("the generation backend is not started; call start() first")
+        return self._loop
+
+    def _die(self, error: Exception) -> None:
+        self._pending.end(f"the generation loop died: {type(error).__name__}: {error}")

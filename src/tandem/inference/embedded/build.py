@@ -1,0 +1,138 @@
+"""From a model directory and a config to an ``EmbeddedCore`` that has proven itself.
+
+Loading checkpoints strictly belongs to ``models/``; stepping belongs to ``core``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from tandem.config.schema import InferenceConfig
+from tandem.errors import CapabilityError, ConfigError
+from tandem.inference.embedded.core import EmbeddedCore
+from tandem.inference.embedded.requests import ModelLimits
+from tandem.models.cache import CacheContext, KVCache, PrefillGroup
+from tandem.models.loading import load_causal_lm, load_tokenizer
+from tandem.types import WeightVersion
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+
+
+def build_core(config: InferenceConfig, model_path: str, incarnation: str) -> EmbeddedCore:
+    """Load the model as version 0 of ``incarnation`` and probe it.
+
+    Raises:
+        ConfigError: the directory, the device or ``max_context`` does not fit.
+        CapabilityError: the model cannot be decoded with our cache.
+    """
+    model = load_causal_lm(model_path, dtype=DTYPES[config.dtype], device=_device(config))
+    has_tokenizer = any((Path(model_path) / name).is_file() for name in _TOKENIZER_FILES)
+    tokenizer = load_tokenizer(model_path) if has_tokenizer else None
+    probe(model, tolerance=PROBE_TOLERANCE[config.dtype])
+    return EmbeddedCore(
+        model,
+        ModelLimits(
+            vocab_size=int(model.config.get_text_config().vocab_size),
+            max_context=_max_context(config, model),
+            eos_ids=eos_ids(model, tokenizer),
+            decoder=tokenizer,
+        ),
+        WeightVersion(incarnation, 0),
+        max_batch_size=config.max_batch_size,
+        recompute_on_update=config.kv_on_update == "recompute",
+    )
+
+
+@torch.inference_mode()
+def probe(model: PreTrainedModel, *, tolerance: float) -> None:
+    """Check that decoding with the cache, beside another sequence, gives a plain pass's numbers.
+
+    Raises:
+        CapabilityError: it does not, as for models with recurrent state.
+    """
+    layers = int(model.config.get_text_config().num_hidden_layers)
+    vocab_size = int(model.config.get_text_config().vocab_size)
+    ids = torch.arange(8, device=model.device).mul_(7).add_(1) % vocab_size
+    other = ids[:3]
+    whole = _prefill(model, KVCache(), [ids])[-8:]
+    cache = KVCache()
+    pieces = [_prefill(model, cache, [other, ids[:4]])[-4:]]
+    for position in range(4, 8):
+        tokens = torch.stack([ids[position - 4], ids[position]])
+        positions = torch.tensor([position - 1, position], device=model.device)
+        context = CacheContext(cache, positions=positions, max_position=position)
+        pieces.append(_logits(model, tokens, positions, context)[1:])
+    difference = (whole.log_softmax(-1) - torch.cat(pieces).log_softmax(-1)).abs().max().item()
+    if cache.num_layers != layers or not difference <= tolerance:
+        raise CapabilityError(
+            f"model type {model.config.model_type!r}: {cache.num_layers} of {layers} layers use "
+            f"attention with our cache, cached log-probabilities differ by {difference:.2g} "
+            f"(allowed: all layers, {tolerance:g}); the embedded engine serves decoder-only "
+            "attention models"
+        )
+
+
+def _prefill(model: PreTrainedModel, cache: KVCache, sequences: list[Tensor]) -> Tensor:
+    cache.reserve(len(sequences), 16)
+    groups, start = [], 0
+    for row, ids in enumerate(sequences):
+        place = torch.tensor([row], device=model.device)
+        groups.append(PrefillGroup(start, len(ids), 1, place, torch.zeros_like(place)))
+        start += len(ids)
+    positions = torch.cat([torch.arange(len(ids), device=model.device) for ids in sequences])
+    context = CacheContext(cache, positions=positions[:0], max_position=0, groups=groups)
+    return _logits(model, torch.cat(sequences), positions, context)
+
+
+def _logits(
+    model: PreTrainedModel, tokens: Tensor, positions: Tensor, context: CacheContext
+) -> Tensor:
+    output = model(
+        input_ids=tokens[None], position_ids=positions[None], use_cache=False, ctx=context
+    )
+    logits: Tensor = output.logits[0].float()
+    return logits
+
+
+def eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Every token that the model directory declares to end a completion."""
+    declared = [model.config.eos_token_id, getattr(tokenizer, "eos_token_id", None)]
+    if model.generation_config is not None:
+        declared.append(model.generation_config.eos_token_id)
+    found: set[int] = set()
+    for item in declared:
+        found.update(item if isinstance(item, list | tuple) else () if item is None else (item,))
+    return tuple(sorted(found))
+
+
+def _device(config: InferenceConfig) -> torch.device:
+    try:
+        device = torch.device(config.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"inference.device: got {config.device!r}, which is not usable here: {error}; "
+            "allowed: cpu, cuda, cuda:N, or null"
+        ) from error
+
+
+def _max_context(config: InferenceConfig, model: PreTrainedModel) -> int:
+    own = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if config.max_context is None:
+        if own is None:
+            raise ConfigError(
+                "inference.max_context: got null, but the model declares no limit of its own; set "
+                "inference.max_context"
+            )
+        return int(own)
+    if own is not None and config.max_context > own:
+        raise ConfigError(
+            f"inference.max_context: got {config.max_context}, allowed: at most the model's {own}"
+        )
+    return config.max_context

@@ -1,0 +1,130 @@
+"""What a workflow is and what it is given. Ready-made workflows have files of their own.
+
+Nothing here schedules, counts or filters episodes: that is the executor.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from tandem.errors import ConfigError, DataError
+from tandem.rollout.importing import import_object
+from tandem.store.records import EpisodeRecord
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
+
+    from tandem.rollout.engine import InferenceEngine
+
+STANDARD_ARGUMENTS = frozenset(
+    {
+        "reward",
+        "generation",
+        "group_size",
+        "min_group_size",
+        "tokenizer",
+        "seed",
+        "max_prompt_tokens",
+        "overlong_prompt",
+    }
+)
+"""What a trainer offers every workflow; a user's constructor takes those that it names."""
+
+_BUILT_IN = {"single_turn": "tandem.rollout.single_turn:SingleTurnWorkflow"}
+
+EpisodeListener = Callable[[EpisodeRecord], None]
+
+
+class OverlongPromptError(DataError):
+    """A prompt is too long and the policy is ``error``: the run stops, it is not a bad sample."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Episode(Mapping[str, Any]):
+    """The columns of one prompt, as a read-only mapping, and the identity of this attempt.
+
+    ``uid`` is unique per attempt and the start of every request id. ``training`` is False in
+    ``rollout_batch``. ``notes`` is for the log: ``prompt``, ``completions``, ``rewards`` and
+    ``reason`` (of a rejection) are known.
+    """
+
+    data: Mapping[str, Any]
+    episode_id: int = 0
+    attempt: int = 0
+    uid: str = "0"
+    training: bool = True
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.data[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Episode:
+        """``data`` itself when the executor made it, else episode 0 of nobody's run."""
+        return data if isinstance(data, Episode) else cls(data)
+
+
+class RolloutWorkflow(ABC):
+    """Turns one prompt into the rows of one episode.
+
+    ``listener`` is told of every attempt that ended, from the rollout thread.
+    """
+
+    listener: EpisodeListener | None = None
+
+    def with_listener(self, listener: EpisodeListener) -> Self:
+        """A copy of this workflow whose episodes are reported to ``listener``."""
+        other = copy.copy(self)
+        other.listener = listener
+        return other
+
+    @abstractmethod
+    async def arun_episode(
+        self, engine: InferenceEngine, data: Mapping[str, Any]
+    ) -> TensorDict | None:
+        """Rows of a batch (``input_ids``, ``attention_mask``, ``loss_mask``, ``logprobs``,
+        ``versions``, ``rewards``), or None: rejected.
+
+        ``data`` is an ``Episode`` when the executor calls. An exception makes the episode failed.
+        """
+
+
+def sample_seed(run_seed: int, episode_id: int, sample_index: int) -> int:
+    """63-bit seed of one sample. The attempt takes no part: a repetition draws the same tokens."""
+    text = f"{run_seed}/{episode_id}/{sample_index}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+
+
+def load_workflow(name: str, **kwargs: Any) -> RolloutWorkflow:
+    """A workflow by name: ``single_turn``, ``path/file.py:Class`` or ``package.module:Class``.
+
+    Of ``STANDARD_ARGUMENTS`` a constructor gets those that it names, of the others all.
+    """
+    factory = import_object(_BUILT_IN.get(name, name), field="rollout.workflow")
+    parameters = inspect.signature(factory).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        unknown = sorted(set(kwargs) - set(parameters) - STANDARD_ARGUMENTS)
+        if unknown:
+            raise ConfigError(
+                f"rollout.workflow_kwargs.{unknown[0]}: {name} does not take it; allowed: "
+                f"{', '.join(sorted(parameters))}"
+            )
+        kwargs = {key: value for key, value in kwargs.items() if key in parameters}
+    made = factory(**kwargs)
+    if not isinstance(made, RolloutWorkflow):
+        raise ConfigError(
+            f"rollout.workflow: {name} made a {type(made).__name__}, allowed: a RolloutWorkflow"
+        )
+    return made

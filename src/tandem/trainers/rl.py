@@ -1,0 +1,357 @@
+"""Reinforcement learning: one loop for every algorithm; what differs between them is data.
+
+Two loops run at once when ``rollout.max_staleness > 0``::
+
+    generator (own process, own core)          trainer (this process)
+    ---------------------------------          ----------------------
+    takes: admitted episodes                   takes: one batch of ready episodes   [prepare_batch]
+    makes: tokens with versions                makes: one new weight version        [train, publish]
+    waits for: admission (staleness budget)    waits for: batch_size ready episodes
+    unblocked by: ``set_version``              unblocked by: an episode that ends
+
+With ``max_staleness = 0`` they alternate. An update reaches a running request between two tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tandem.algorithms.objective import PolicyObjective
+from tandem.checkpoint import staging
+from tandem.config import RLConfig
+from tandem.data.prompts import PromptSource, open_prompts
+from tandem.models.loading import load_tokenizer, resolve_model
+from tandem.observe import (
+    Progress,
+    RunReport,
+    Sample,
+    final_screen,
+    mean_metrics,
+    write_summary,
+)
+from tandem.rollout import (
+    ComposedInferenceEngine,
+    EmbeddedInferenceEngine,
+    RolloutWorkflow,
+    load_reward,
+    load_workflow,
+)
+from tandem.train import EngineRegistry, TrainEngine
+from tandem.trainers.evaluate import Evaluation, HeldOut
+from tandem.trainers.publish import publish_weights
+from tandem.trainers.rl_batch import build_objective, minibatches, prepare_batch
+from tandem.trainers.run import Run, open_run
+from tandem.trainers.sft import run_stage
+from tandem.types import FinetuneSpec, SaveLoadMeta
+
+log = logging.getLogger(__name__)
+
+
+def run_rl(config: RLConfig, *, resume: bool = False) -> dict[str, Any]:
+    """Train a policy as ``config`` says and return the content of ``summary.json``.
+
+    Raises:
+        Preempted: SIGTERM or SIGINT; the state is saved and ``resume=True`` goes on from there.
+        ConfigError, DataError: before anything was trained.
+        RolloutError, TrainingDiverged: the fault budget is spent.
+    """
+    with open_run(config, resume=resume) as run:
+        model_path = resolve_model(config.model, seed=config.run.seed, workdir=run.dir)
+        if config.warmup is not None:
+            model_path = run_stage(config.warmup, model_path, run, run.dir / "warmup")
+        with open_session(config, run, model_path) as session:
+            session.train()
+            return session.finish()
+
+
+@dataclasses.dataclass
+class RLState:
+    """What a checkpoint keeps of the loop itself."""
+
+    step: int = 0
+    elapsed_s: float = 0.0
+    max_staleness_seen: int = 0
+    mismatch_max: float = 0.0
+    accuracies: dict[str, float] = dataclasses.field(default_factory=dict)
+    rewards: list[float] = dataclasses.field(default_factory=list)
+    samples_before: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+
+@contextmanager
+def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSession]:
+    """Start the engines, restore the newest checkpoint if there is one, release all at the end."""
+    with ExitStack() as stack:
+        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+        prompts = open_prompts(
+            config.data,
+            tokenizer,
+            seed=config.run.seed,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            overlong=config.rollout.overlong_prompt,
+        )
+        train = _open_train_engine(config, model_path, prompts)
+        stack.callback(train.destroy)
+        reference = None
+        if config.algorithm.kl_coef > 0 and config.model.lora is None:
+            reference = _open_train_engine(config, model_path, prompts)
+            stack.callback(reference.destroy)
+        rollout = EmbeddedInferenceEngine(
+            config.inference,
+            config.rollout,
+            model_path=model_path,
+            incarnation=run.incarnation,
+            seed=config.run.seed,
+        )
+        rollout.initialize()
+        stack.callback(rollout.destroy)
+        progress = stack.enter_context(
+            Progress("rl", total=config.steps, enabled=config.tracking.progress)
+        )
+        session = RLSession(config, run, tokenizer, prompts, train, reference, rollout, progress)
+        session.restore()
+        yield session
+
+
+class RLSession:
+    """The engines of one start of a run and the loop over them."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        run: Run,
+        tokenizer: Any,
+        prompts: PromptSource,
+        train: TrainEngine,
+        reference: TrainEngine | None,
+        rollout: ComposedInferenceEngine,
+        progress: Progress,
+    ) -> None:
+        self.config = config
+        self.run = run
+        self.tokenizer = tokenizer
+        self.prompts = prompts
+        self.train_engine = train
+        self.reference = reference
+        self.rollout = rollout
+        self.progress = progress
+        self.objective: PolicyObjective = build_objective(config.algorithm)
+        self.workflow = _open_workflow(config, tokenizer)
+        self.held_out: HeldOut | None = None
+        if config.eval.data is not None:
+            self.held_out = HeldOut(
+                config.eval, config.rollout.reward, tokenizer, seed=config.run.seed
+            )
+        self.state = RLState()
+        self.last_evaluation: Evaluation | None = None
+
+    # --- the loop -----------------------------------------------------------------------------
+
+    def train(self) -> None:
+        self._publish(self.train_engine.get_version())
+        if self.state.step == 0 and self.run.checkpoint is None:
+            self._evaluate()
+            self._save()
+        while self.state.step < self.config.steps:
+            started = time.monotonic()
+            metrics = self._step()
+            self.state.step += 1
+            self.state.elapsed_s += time.monotonic() - started
+            is_last = self.state.step == self.config.steps
+            if is_last:
+                self.rollout.pause()
+            if is_last or self._is_due(self.config.eval.every):
+                metrics |= self._evaluate()
+            self._record(metrics)
+            stopping = self.run.stop.requested is not None
+            if stopping or is_last or self._is_due(self.config.checkpoint.every):
+                self._save()
+            self.run.raise_if_stopped()
+
+    def _step(self) -> dict[str, float]:
+        """One training batch: roll out, prepare, optimise, publish exactly one new version."""
+        clock = _Clock()
+        batch = self.rollout.prepare_batch(self.prompts, self.workflow)
+        clock.lap("rollout")
+        staleness = self.rollout.take_metrics()
+        batch, metrics = prepare_batch(
+            batch, self.train_engine, self.config.algorithm, reference=self.reference
+        )
+        clock.lap("prepare")
+        steps = [
+            self._optimizer_step(minibatch)
+            for minibatch in minibatches(batch, self.config.algorithm)
+        ]
+        means = mean_metrics(steps)
+        metrics |= {n if "/" in n else f"actor/{n}": value for n, value in means.items()}
+        clock.lap("train")
+        self._publish(self.train_engine.get_version() + 1)
+        clock.lap("publish")
+        total = clock.total()
+        metrics |= staleness | {f"timing_s/{name}": value for name, value in clock.laps.items()}
+        metrics["timing_s/step"] = total
+        metrics["perf/tokens_per_s"] = metrics["perf/num_tokens"] / total
+        return metrics
+
+    def _optimizer_step(self, minibatch: Any) -> dict[str, float]:
+        result = self.train_engine.train_batch(minibatch, self.objective)
+        self.train_engine.lr_scheduler_step()
+        return result
+
+    def _publish(self, version: int) -> None:
+        publish_weights(
+            self.train_engine,
+            self.rollout,
+            version=version,
+            incarnation=self.run.incarnation,
+            config=self.config.inference,
+            disk_path=str(self.run.dir / "weights"),
+        )
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self.state.step % every == 0
+
+    # --- what surrounds a step ------------------------------------------------------------------
+
+    def _record(self, metrics: dict[str, float]) -> None:
+        state = self.state
+        state.max_staleness_seen = max(
+            state.max_staleness_seen, int(metrics.get("staleness/max", 0))
+        )
+        state.mismatch_max = max(state.mismatch_max, metrics.get("mismatch/same_version_max", 0.0))
+        if state.max_staleness_seen > self.config.rollout.max_staleness:
+            raise AssertionError(
+                f"trained on a token {state.max_staleness_seen} versions old, allowed: "
+                f"{self.config.rollout.max_staleness}"
+            )
+        state.rewards.append(metrics.get("reward/mean", float("nan")))
+        self.run.metrics.log(state.step, metrics)
+        self.progress.update(state.step, metrics)
+
+    def _evaluate(self) -> dict[str, float]:
+        if self.held_out is None:
+            return {}
+        result = self.held_out.evaluate(self.rollout)
+        self.last_evaluation = result
+        self.state.accuracies[str(self.state.step)] = result.accuracy
+        if self.state.step == 0:
+            self.state.samples_before = [dataclasses.asdict(s) for s in result.samples]
+            self.run.metrics.log(0, result.as_metrics("heldout", self.config.eval.samples))
+        return result.as_metrics("heldout", self.config.eval.samples)
+
+    def _save(self) -> None:
+        config = self.config.checkpoint
+        with staging(
+            self.run.dir, self.state.step, keep=config.keep, upload_url=config.upload_url
+        ) as target:
+            self.train_engine.save_checkpoint(
+                str(target.path / "policy"), global_step=self.state.step
+            )
+            target.manifest_extra["loop"] = dataclasses.asdict(self.state)
+            target.manifest_extra["rollout"] = self.rollout.state_dict()
+
+    def restore(self) -> None:
+        """Go on from the run's checkpoint, if it has one."""
+        checkpoint = self.run.checkpoint
+        if checkpoint is None:
+            return
+        self.train_engine.load_checkpoint(str(checkpoint.path / "policy"))
+        self.state = RLState(**checkpoint.extra["loop"])
+        self.rollout.load_state_dict(checkpoint.extra["rollout"])
+        log.info("resumed from step %d", self.state.step)
+
+    def finish(self) -> dict[str, Any]:
+        """Evaluate, export the model, write ``summary.json`` and show the last screen."""
+        state, config = self.state, self.config
+        if self.last_evaluation is None:
+            self._evaluate()
+        model_dir: Path | None = None
+        if config.checkpoint.export_model:
+            model_dir = self.run.dir / "model"
+            self.train_engine.save(SaveLoadMeta(str(model_dir), tokenizer=self.tokenizer))
+        summary = {
+            "accuracy_before": state.accuracies.get("0"),
+            "accuracy_after": state.accuracies.get(str(state.step)),
+            "wall_s": self.run.elapsed_s(),
+            "train_s": state.elapsed_s,
+            "steps": state.step,
+            "seed": config.run.seed,
+            "max_staleness_seen": state.max_staleness_seen,
+            "mismatch_max": state.mismatch_max,
+            "model_dir": str(model_dir) if model_dir else None,
+        }
+        write_summary(self.run.dir, summary)
+        self._show(summary, model_dir)
+        return summary
+
+    def _show(self, summary: dict[str, Any], model_dir: Path | None) -> None:
+        if not self.config.tracking.progress:
+            return
+        report = RunReport(
+            title=self.config.run.name,
+            run_dir=self.run.dir,
+            steps=self.state.step,
+            wall_s=summary["wall_s"],
+            model_dir=model_dir,
+            before=summary["accuracy_before"],
+            after=summary["accuracy_after"],
+            num_problems=len(self.held_out.prompts) if self.held_out else None,
+            rewards=self.state.rewards,
+            samples_before=[Sample(**sample) for sample in self.state.samples_before],
+            samples_after=self.last_evaluation.samples if self.last_evaluation else (),
+        )
+        final_screen(report)
+
+
+class _Clock:
+    """Wall time of named laps, in seconds."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name] = now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        return sum(self.laps.values())
+
+
+def _open_train_engine(config: RLConfig, model_path: str, prompts: PromptSource) -> TrainEngine:
+    engine: TrainEngine = EngineRegistry.new(
+        "language_model",
+        config.train.backend,
+        config=config.train,
+        model_path=model_path,
+        lora=config.model.lora,
+        seed=config.run.seed,
+    )
+    steps = config.steps * config.algorithm.epochs * config.algorithm.minibatches
+    batch_size = config.rollout.batch_size
+    engine.initialize(
+        ft_spec=FinetuneSpec(
+            total_train_epochs=1, dataset_size=steps * batch_size, train_batch_size=batch_size
+        )
+    )
+    return engine
+
+
+def _open_workflow(config: RLConfig, tokenizer: Any) -> RolloutWorkflow:
+    rollout = config.rollout
+    return load_workflow(
+        rollout.workflow,
+        reward=load_reward(rollout.reward),
+        generation=rollout.generation,
+        group_size=rollout.group_size,
+        tokenizer=tokenizer,
+        seed=config.run.seed,
+        min_group_size=rollout.min_group_size,
+        **rollout.workflow_kwargs,
+    )

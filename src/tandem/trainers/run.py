@@ -1,0 +1,175 @@
+"""One start of a run: its directory, incarnation, log, metrics, threads and stop signal.
+
+What a particular trainer does between two steps does not belong here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import yaml
+
+from tandem.checkpoint import CheckpointDir, latest, supersede_newer
+from tandem.config import Root, load_config, to_yaml
+from tandem.config.resume import check_resume
+from tandem.errors import ConfigError, Preempted
+from tandem.observe import MetricsLogger, setup_logging
+
+log = logging.getLogger(__name__)
+
+
+class StopSignal:
+    """SIGTERM or SIGINT asks for a stop at the next step border; a second one stops at once."""
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        try:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._handle)
+        except ValueError:  # only the main thread may install handlers; others cannot be signalled
+            self._previous.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        if self.requested is not None:
+            raise KeyboardInterrupt
+        self.requested = signal.Signals(number).name
+
+
+@dataclass
+class Run:
+    """What every trainer of this start shares; a resumed run goes on from ``checkpoint``."""
+
+    config: Root
+    dir: Path
+    incarnation: str
+    metrics: MetricsLogger
+    stop: StopSignal
+    checkpoint: CheckpointDir | None = None
+    started: float = field(default_factory=time.monotonic)
+
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self.started
+
+    def raise_if_stopped(self) -> None:
+        """Raise ``Preempted`` when a stop was asked for. Call it after the state was saved."""
+        if self.stop.requested is not None:
+            raise Preempted(
+                f"stopped by {self.stop.requested}; the state is saved, go on with --resume "
+                f"(run directory: {self.dir})"
+            )
+
+
+@contextmanager
+def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
+    """Open the run directory of ``config`` for a new run or, with ``resume``, for one that exists.
+
+    Raises:
+        ConfigError: the directory holds a run and ``resume`` is off, or the reverse, or a key was
+            changed that may not change on resume.
+        CheckpointError: checkpoints exist and none can be trusted.
+    """
+    directory = Path(config.run.output_dir) / config.run.name
+    config_file = directory / "config.yaml"
+    if resume:
+        _check_same_run(config, config_file)
+    elif config_file.exists():
+        raise ConfigError(
+            f"run.name: {str(directory)!r} already holds a run; continue it with --resume, or "
+            "choose another name with run.name=NAME"
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    with exclusive(directory), setup_logging(directory):
+        if not config_file.exists():
+            _write_durably(config_file, to_yaml(config))
+        incarnation = _new_incarnation(directory)
+        checkpoint = latest(directory) if resume else None
+        step = 0
+        if checkpoint is not None:
+            step = checkpoint.step
+            supersede_newer(directory, step)
+        set_threads(config)
+        metrics = MetricsLogger(
+            directory,
+            trackers=config.tracking.trackers,
+            project=config.tracking.project,
+            run_name=config.run.name,
+            resume_step=step + 1 if resume else None,
+        )
+        try:
+            with StopSignal() as stop:
+                yield Run(config, directory, incarnation, metrics, stop, checkpoint)
+        finally:
+            metrics.close()
+
+
+@contextmanager
+def exclusive(directory: Path) -> Iterator[None]:
+    """Hold the run directory's lock; the operating system frees it when the process dies."""
+    import fcntl
+
+    with (directory / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"run directory {str(directory)!r} is in use by another process; wait for it to end"
+            ) from None
+        yield
+
+
+def set_threads(config: Root) -> None:
+    """Give torch the cores that the generator does not use (see ``run.threads``)."""
+    threads = config.run.threads
+    if threads is None:
+        inference = getattr(config, "inference", None)
+        taken = inference.threads if inference and inference.mode == "process" else 0
+        threads = max(1, len(os.sched_getaffinity(0)) - taken)
+    torch.set_num_threads(threads)
+
+
+def _check_same_run(config: Root, config_file: Path) -> None:
+    if not config_file.exists():
+        raise ConfigError(
+            f"--resume: {str(config_file.parent)!r} holds no run; start it without --resume"
+        )
+    stored: Mapping[str, Any] = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+    check_resume(load_config(stored), config)
+
+
+def _new_incarnation(directory: Path) -> str:
+    incarnation = uuid.uuid4().hex[:12]
+    _write_durably(directory / "incarnation", incarnation)
+    return incarnation
+
+
+def _write_durably(path: Path, text: str) -> None:
+    staged = path.with_name(path.name + ".new")
+    with staged.open("w", encoding="utf-8") as handle:
+        handle.write(text)
+        handle.flush()
+        os.fsync(handle.fileno())
+    staged.replace(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

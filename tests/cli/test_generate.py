@@ -1,0 +1,77 @@
+"""``tandem generate``: prompts in, completions out, by hand and by file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cli import app
+from tandem.cli.generate import colour, read_prompts
+from tandem.errors import ConfigError, DataError
+
+
+def invoke(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["generate", *map(str, arguments)])
+
+
+def test_completions_are_repeatable_under_a_seed_and_differ_between_samples(
+    tiny_model_dir: Path,
+) -> None:
+    command = (tiny_model_dir, "--prompt", "1 + 2 =", "--n", 3, "--max-new-tokens", 12, "--seed", 5)
+    first, second = invoke(*command), invoke(*command)
+    assert first.exit_code == 0, first.exception
+    assert first.output == second.output
+    assert len(set(first.output.splitlines())) == 3
+    assert invoke(*command[:-1], 6).output != first.output
+
+
+def test_jsonl_rows_keep_their_columns_and_get_completions(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"prompt": "1 + 1", "id": 7}\n\n{"prompt": "2", "id": 8}\n')
+    result = invoke(
+        tiny_model_dir,
+        *("--jsonl-in", source, "--jsonl-out", target),
+        *("--n", 2, "--max-new-tokens", 4, "--temperature", 0),
+    )
+    assert result.exit_code == 0, result.exception
+    rows = [json.loads(line) for line in target.read_text().splitlines()]
+    assert [(row["id"], row["sample"]) for row in rows] == [(7, 0), (7, 1), (8, 0), (8, 1)]
+    assert rows[0]["completion"] == rows[1]["completion"]
+    for row in rows:
+        assert 1 <= len(row["output_tokens"]) == len(row["output_logprobs"]) <= 4
+        assert row["stop_reason"] in ("stop", "length")
+
+
+def test_nothing_to_complete_is_an_error(tiny_model_dir: Path) -> None:
+    result = invoke(tiny_model_dir)
+    assert isinstance(result.exception, ConfigError)
+    assert "--prompt" in str(result.exception)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"text": "a"}', '{"prompt": 3}'])
+def test_bad_prompt_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text(f'{{"prompt": "ok"}}\n{line}\n')
+    with pytest.raises(DataError, match="line 2"):
+        read_prompts(path)
+
+
+def test_missing_prompt_file_is_a_data_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="No such file"):
+        read_prompts(tmp_path / "none.jsonl")
+
+
+def test_colours_follow_probability() -> None:
+    assert [colour(x) for x in (0.0, -0.69, -0.7, -2.3, -2.31)] == [
+        "green",
+        "green",
+        "yellow",
+        "yellow",
+        "red",
+    ]
