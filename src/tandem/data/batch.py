@@ -122,7 +122,7 @@ def _check_tensor(name: str, value: Any, ids: Any) -> None:
     if value.is_nested:
         if "BT" not in spec.shape or not ids.is_nested:
             raise DataError(f"{name}: received a jagged tensor, expected [{spec.shape}]")
-        if not torch.equal(value.offsets(), ids.offsets()):
+        if not torch.equal(_offsets(value), _offsets(ids)):
             raise DataError(f"{name}: its row lengths differ from those of input_ids")
         return
     allowed = []
@@ -181,7 +181,7 @@ def to_padded(batch: TensorDict) -> tuple[TensorDict, Layout]:
     ids = batch["input_ids"]
     if not ids.is_nested:
         return batch, Layout(None)
-    offsets = ids.offsets()
+    offsets = _offsets(ids)
     lengths = offsets.diff()
     width = int(lengths.max()) if len(lengths) else 0
     fields = {}
@@ -190,6 +190,11 @@ def to_padded(batch: TensorDict) -> tuple[TensorDict, Layout]:
         fields[name] = value.to_padded_tensor(_pad_value(name)) if nested else value
     fields["attention_mask"] = torch.arange(width, device=ids.device) < lengths[:, None]
     return TensorDict(fields, batch_size=batch.batch_size), Layout(offsets)
+
+
+def _offsets(jagged: Any) -> Tensor:
+    offsets: Tensor = jagged.offsets()
+    return offsets
 
 
 def _pad_value(name: str) -> int:

@@ -1,16 +1,16 @@
 """The TrainEngine contract, one class in sections; a backend implements the primitives at its end.
 
-The step loop is in ``step``, the forward pass in ``forward``, the optimizer in ``optim``, weights
-on their way out in ``export``, training state in ``state``. Losses are passed in.
+Longer than other files because the contract is one class that reads top to bottom. The step loop
+is in ``step``, the forward pass in ``forward``, the optimizer in ``optim``, weights on their way out
+in ``export`` and ``directory``, training state in ``state``. Losses are passed in.
 """
 
 from __future__ import annotations
 
 import math
-import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,29 +18,22 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from tandem.checkpoint import download, latest, staging
 from tandem.config.schema import LoraConfig, TrainConfig
 from tandem.data.packing import PackedRows
 from tandem.errors import (
     CapabilityError,
-    CheckpointError,
     ConfigError,
     DataError,
     EngineError,
     TrainingDiverged,
 )
-from tandem.models.loading import load_causal_lm
 from tandem.train import lora as adapters
-from tandem.train.export import full_tensors, param_specs, replacing, save_model, spec_of
+from tandem.train.directory import load_directory, save_directory
+from tandem.train.export import full_tensors, param_specs, spec_of
 from tandem.train.forward import OUTPUTS, score
-from tandem.train.offload import HostCopy
 from tandem.train.optim import learning_rate, optimizer_tensors, set_learning_rate
-from tandem.train.state import (
-    holds_state,
-    is_inside_staging,
-    read_training_state,
-    write_training_state,
-)
+from tandem.train.placement import Part, Placement
+from tandem.train.state import load_checkpoint, save_checkpoint
 from tandem.train.step import LossWeightFn, StepResult, run_hook, run_microbatches
 from tandem.types import (
     BatchOutput,
@@ -99,9 +92,9 @@ class TrainEngine(ABC):
         self._last_update = 0.0
         self._model: Any = None
         self._optimizer: torch.optim.Optimizer | None = None
-        self._peft_config: Any = None
+        self.peft_config: Any = None
         self._starting_adapter: dict[str, Tensor] | None = None
-        self._host = {"model": HostCopy(), "optimizer": HostCopy(), "grad": HostCopy()}
+        self._placement = Placement(self._tensors_of)
 
     # --- life cycle ---------------------------------------------------------------------------
 
@@ -129,7 +122,7 @@ class TrainEngine(ABC):
         if self._model is not None:
             self._release()
         self._model = self._optimizer = self._starting_adapter = None
-        self._host = {kind: HostCopy() for kind in self._host}
+        self._placement = Placement(self._tensors_of)
 
     @property
     def model(self) -> Any:
@@ -197,17 +190,17 @@ class TrainEngine(ABC):
         The device's own name (``cuda``, ``cuda:0``, …) means ``device``; ``cpu`` means ``host`` on
         an accelerator.
         """
-        wanted = {"model": model, "optimizer": optimizer, "grad": grad}
+        wanted: dict[Part, bool] = {"model": model, "optimizer": optimizer, "grad": grad}
         here = {"device", self.device.type, str(self.device)}
         if device not in here | {"host", "cpu"}:
             raise ConfigError(
                 f"device: got {device!r}, allowed: host, cpu, {', '.join(sorted(here))}"
             )
-        for kind in (kind for kind, chosen in wanted.items() if chosen):
-            if device in here:
-                self._host[kind].restore()
-            else:
-                self._host[kind].offload(self._tensors_of(kind))
+        parts = [part for part, is_wanted in wanted.items() if is_wanted]
+        if device in here:
+            self._placement.restore(*parts)
+        else:
+            self._placement.offload(*parts)
 
     # --- training -----------------------------------------------------------------------------
 
@@ -235,7 +228,7 @@ class TrainEngine(ABC):
         return BatchOutput(result.outputs, result.loss, result.metrics)
 
     def optimizer_zero_grad(self) -> None:
-        with self._resident("grad"):
+        with self._placement.resident("grad"):
             for parameter in self.parameters().values():
                 parameter.grad = None
         self._has_weight = None
@@ -252,7 +245,7 @@ class TrainEngine(ABC):
         self._last_update = 0.0
         if self._has_weight is False:
             return 0.0
-        with self._resident("model", "optimizer", "grad"):
+        with self._placement.resident("model", "optimizer", "grad"):
             norm = self._grad_norm()
             if not math.isfinite(norm):
                 self._skip(norm)
@@ -286,7 +279,7 @@ class TrainEngine(ABC):
         ``update_successful`` (0 or 1), ``num_rows``, ``num_tokens``, ``num_trained_tokens``,
         ``num_microbatches``, and the metrics of the loss under their names.
         """
-        with self._resident("model", "optimizer", "grad"):
+        with self._placement.resident("model", "optimizer", "grad"):
             self.optimizer_zero_grad()
             result = self._run(input_, loss_fn, loss_weight_fn, True, frozenset())
             lr = self.learning_rate
@@ -332,7 +325,7 @@ class TrainEngine(ABC):
         ``aggregate_fn`` gets the entries of all rows, in the order of the batch, as a list.
         """
         if post_hook is not None:
-            with self._resident("model"), self._model_mode(False):
+            with self._placement.resident("model"), self._model_mode(False):
                 return aggregate_fn(run_hook(self, input_, post_hook, output_seqlens))
         if unknown := set(outputs) - set(OUTPUTS):
             raise DataError(f"outputs: got {sorted(unknown)}, allowed: {list(OUTPUTS)}")
@@ -350,7 +343,7 @@ class TrainEngine(ABC):
         """
         if self.lora is None and not missing_ok:
             raise EngineError("disable_adapter: there is no adapter; configure model.lora")
-        with self._resident("model"), adapters.adapters_disabled(self.model):
+        with self._placement.resident("model"), adapters.adapters_disabled(self.model):
             yield
 
     @contextmanager
@@ -361,7 +354,7 @@ class TrainEngine(ABC):
                 yield
             return
         with (
-            self._resident("model"),
+            self._placement.resident("model"),
             adapters.adapter_replaced(self.model, self._starting_adapter),
         ):
             yield
@@ -370,7 +363,7 @@ class TrainEngine(ABC):
 
     def get_param_specs(self, dtype: str | None = None) -> list[ParamSpec]:
         """Name on disk, full shape and dtype of what ``get_per_tensor_param`` yields, in order."""
-        with self._resident("model"):
+        with self._placement.resident("model"):
             return param_specs(self.model, _torch_dtype(dtype))
 
     def get_per_tensor_param(
@@ -384,7 +377,7 @@ class TrainEngine(ABC):
         if adapter_only:
             if self.lora is None:
                 raise EngineError("adapter_only: there is no adapter; configure model.lora")
-            return self._adapter_stream(_torch_dtype(dtype)), self._peft_config.to_dict()
+            return self._adapter_stream(_torch_dtype(dtype)), self.peft_config.to_dict()
         return self._stream(_torch_dtype(dtype)), None
 
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
@@ -415,25 +408,8 @@ class TrainEngine(ABC):
             ConfigError: another ``weight_format``.
             CheckpointError: the directory cannot be written; an older one is left as it was.
         """
-        path = Path(meta.path)
-        if meta.weight_format not in ("hf", "adapter"):
-            raise ConfigError(f"weight_format: got {meta.weight_format!r}, allowed: hf, adapter")
-        if meta.weight_format == "adapter" and self.lora is None:
-            raise ConfigError("weight_format=adapter: there is no adapter; configure model.lora")
-        with self._resident("model", "optimizer"), replacing(path) as target:
-            if meta.weight_format == "adapter":
-                adapters.save_adapter(self.model, self._peft_config, target)
-            else:
-                save_model(
-                    self.model,
-                    target,
-                    full_tensors(self.model, self._full_tensor, None),
-                    tokenizer=meta.tokenizer,
-                    processor=meta.processor,
-                    source=meta.base_model_path or self.model_path,
-                )
-            if meta.with_optim:
-                write_training_state(self, target / OPTIM_FOLDER)
+        with self._placement.resident("model", "optimizer"):
+            save_directory(self, meta)
 
     def load(self, meta: SaveLoadMeta) -> None:
         """Take the weights of a directory that ``save`` or ``transformers`` wrote.
@@ -445,18 +421,8 @@ class TrainEngine(ABC):
             DataError: the weights do not fit this model.
             CheckpointError: the training state is missing or damaged.
         """
-        path = Path(meta.path)
-        with self._resident("model", "optimizer"):
-            if meta.with_optim:
-                if not holds_state(path / OPTIM_FOLDER):
-                    raise CheckpointError(
-                        f"{meta.path!r} has no training state; save it with with_optim=True"
-                    )
-                read_training_state(self, path / OPTIM_FOLDER)
-            elif self.lora is not None:
-                adapters.load_adapter(self.model, meta.path)
-            else:
-                self._load_weights(meta.path)
+        with self._placement.resident("model", "optimizer"):
+            load_directory(self, meta)
 
     def save_checkpoint(
         self,
@@ -471,13 +437,8 @@ class TrainEngine(ABC):
         ``local_path`` is a run directory that gets ``checkpoints/step_N`` as one atomic whole;
         ``hdfs_path`` is an fsspec URL for a copy.
         """
-        path = Path(local_path)
-        with self._resident("model", "optimizer"):
-            if is_inside_staging(path):
-                write_training_state(self, path)
-                return
-            with staging(path, global_step, keep=max_ckpt_to_keep, upload_url=hdfs_path) as target:
-                write_training_state(self, target.path)
+        with self._placement.resident("model", "optimizer"):
+            save_checkpoint(self, Path(local_path), hdfs_path, global_step, max_ckpt_to_keep)
 
     def load_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = False
@@ -490,19 +451,8 @@ class TrainEngine(ABC):
         Raises:
             CheckpointError: nothing there, damaged, or of another model.
         """
-        with ExitStack() as stack:
-            path = Path(local_path)
-            if hdfs_path is not None:
-                path = download(hdfs_path, path).path
-                if del_local_after_load:
-                    stack.callback(_remove_tree, path)
-            elif not holds_state(path):
-                found = latest(path)
-                if found is None:
-                    raise CheckpointError(f"{local_path!r} has no checkpoint")
-                path = found.path
-            with self._resident("model", "optimizer"):
-                read_training_state(self, path)
+        with self._placement.resident("model", "optimizer"):
+            load_checkpoint(self, Path(local_path), hdfs_path, del_local_after_load)
 
     # --- topology -----------------------------------------------------------------------------
 
@@ -609,8 +559,8 @@ class TrainEngine(ABC):
         backward: bool,
         keep: frozenset[str],
     ) -> StepResult:
-        parts = ("model", "grad") if backward else ("model",)
-        with self._resident(*parts), self._model_mode(backward):
+        parts: tuple[Part, ...] = ("model", "grad") if backward else ("model",)
+        with self._placement.resident(*parts), self._model_mode(backward):
             result = run_microbatches(
                 self, data, loss_fn, loss_weight_fn, backward=backward, keep=keep
             )
@@ -640,26 +590,12 @@ class TrainEngine(ABC):
                 "the rewards and log-probabilities of the last batches"
             )
 
-    def _load_weights(self, path: str) -> None:
-        source = load_causal_lm(path, dtype=torch.float32, device="cpu").state_dict()
-        own = self.model.state_dict()
-        problems = [f"{name} is missing" for name in sorted(own.keys() - source.keys())]
-        problems += [
-            f"{name} has shape {list(source[name].shape)}, expected {list(own[name].shape)}"
-            for name in sorted(own.keys() & source.keys())
-            if own[name].shape != source[name].shape
-        ]
-        if problems:
-            raise DataError(f"{path!r} does not fit this model: {'; '.join(problems)}")
-        for name, tensor in own.items():
-            self._copy_full(tensor, source[name])
-
     def _stream(self, dtype: torch.dtype | None) -> ParamStream:
-        with self._resident("model"):
+        with self._placement.resident("model"):
             yield from full_tensors(self.model, self._full_tensor, dtype)
 
     def _adapter_stream(self, dtype: torch.dtype | None) -> ParamStream:
-        with self._resident("model"):
+        with self._placement.resident("model"):
             for name, tensor in adapters.adapter_tensors(self.model).items():
                 yield name, self._full_tensor(tensor).to(dtype or tensor.dtype)
 
@@ -670,11 +606,10 @@ class TrainEngine(ABC):
         return [spec_of(name, t, chosen or t.dtype) for name, t in tensors.items()]
 
     @contextmanager
-    def _mode(self, name: str, parts: Sequence[str], disable_auto_offload: bool) -> Iterator[None]:
+    def _mode(self, name: str, parts: Sequence[Part], disable_auto_offload: bool) -> Iterator[None]:
         previous = self.mode
         was_training = self.model.training
-        for part in parts:
-            self._host[part].restore()
+        self._placement.restore(*parts)
         self.mode = name
         self.model.train(name == "train")
         try:
@@ -686,33 +621,22 @@ class TrainEngine(ABC):
                 self._offload_configured()
 
     def _offload_configured(self) -> None:
-        enabled = {
-            "model": self.is_param_offload_enabled,
-            "optimizer": self.is_optimizer_offload_enabled,
-            "grad": self.is_grad_offload_enabled,
-        }
-        for kind in (kind for kind, is_enabled in enabled.items() if is_enabled):
-            self._host[kind].offload(self._tensors_of(kind))
+        self._placement.offload_enabled(
+            {
+                "model": self.is_param_offload_enabled,
+                "optimizer": self.is_optimizer_offload_enabled,
+                "grad": self.is_grad_offload_enabled,
+            }
+        )
 
-    def _tensors_of(self, kind: str) -> list[Tensor]:
-        if kind == "optimizer":
+    def _tensors_of(self, part: Part) -> list[Tensor]:
+        if self._model is None:
+            return []
+        if part == "optimizer":
             return optimizer_tensors(self.optimizer)
-        if kind == "grad":
+        if part == "grad":
             return [p.grad for p in self.model.parameters() if p.grad is not None]
         return [*self.model.parameters(), *self.model.buffers()]
-
-    @contextmanager
-    def _resident(self, *kinds: str) -> Iterator[None]:
-        """Bring parts back for a while; what was away goes away again."""
-        away = [kind for kind in kinds if self._host[kind].is_offloaded]
-        for kind in away:
-            self._host[kind].restore()
-        try:
-            yield
-        finally:
-            if self._model is not None:
-                for kind in away:
-                    self._host[kind].offload(self._tensors_of(kind))
 
     @contextmanager
     def _model_mode(self, training: bool) -> Iterator[None]:
@@ -741,7 +665,3 @@ def _torch_dtype(name: str | None) -> torch.dtype | None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ConfigError(f"dtype: got {name!r}, allowed: float32, bfloat16, float16")
     return dtype
-
-
-def _remove_tree(path: Path) -> None:
-    shutil.rmtree(path)

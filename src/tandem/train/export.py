@@ -1,38 +1,20 @@
-"""Weights on their way out: names on disk, the tensor stream, a Hugging Face directory.
+"""Weights on their way out: names on disk and the tensor stream.
 
-Moving a version to an inference engine is ``tandem.weights``; training state is ``state``.
+Moving a version to an inference engine is ``tandem.weights``; writing files is ``directory``.
 """
 
 from __future__ import annotations
 
-import copy
-import os
-import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from tandem.errors import CheckpointError
 from tandem.train.lora import merged_weight
 from tandem.types import ParamSpec
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-)
 
 FullTensor = Callable[[Tensor], Tensor]
 
@@ -71,70 +53,6 @@ def is_tied(model: Any) -> bool:
     """Whether input and output embeddings are one parameter; the config's claim does not count."""
     output = model.get_output_embeddings()
     return output is not None and output.weight is model.get_input_embeddings().weight
-
-
-def save_model(
-    model: Any,
-    path: Path,
-    tensors: Iterator[tuple[str, Tensor]],
-    *,
-    tokenizer: Any | None,
-    processor: Any | None,
-    source: str,
-) -> None:
-    """Write a Hugging Face directory; an existing one is replaced only once the new is complete."""
-    with replacing(path) as target:
-        config = copy.deepcopy(model.config)
-        config.use_cache = True
-        config.tie_word_embeddings = is_tied(model)
-        config.architectures = [type(model).__name__]
-        state = {name: tensor.contiguous() for name, tensor in tensors}
-        floating = next(t.dtype for t in state.values() if t.is_floating_point())
-        config.dtype = str(floating).removeprefix("torch.")
-        config.save_pretrained(target)
-        if model.can_generate():
-            model.generation_config.save_pretrained(target)
-        save_torch_state_dict(state, target, metadata={"format": "pt"})
-        for part in (tokenizer, processor):
-            if part is not None:
-                part.save_pretrained(target)
-        if tokenizer is None:
-            copy_tokenizer(Path(source), target)
-
-
-def copy_tokenizer(source: Path, target: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-
-
-class replacing:
-    """Context: a fresh directory beside ``path`` that takes its place on success."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fresh = path.with_name(f"{path.name}.writing")
-        self._old = path.with_name(f"{path.name}.replaced")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._fresh, ignore_errors=True)
-        try:
-            self._fresh.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {str(self._path)!r}: {error}") from error
-        return self._fresh
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            shutil.rmtree(self._fresh, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise CheckpointError(f"cannot write {str(self._path)!r}: {error}") from error
-            return
-        shutil.rmtree(self._old, ignore_errors=True)
-        if self._path.exists():
-            os.rename(self._path, self._old)
-        os.rename(self._fresh, self._path)
-        shutil.rmtree(self._old, ignore_errors=True)
 
 
 def _named_tensors(model: Any) -> Iterator[tuple[str, Tensor, BaseTunerLayer | None]]:

@@ -78,10 +78,10 @@ class LocalTrainEngine(TrainEngine):
         find_head(model)
         check_exactness(model, device)
         if self.lora is not None:
-            self._peft_config = inject_adapter(model, self.lora, seed=self.seed)
+            self.peft_config = inject_adapter(model, self.lora, seed=self.seed)
             find_head(model)
         if self.config.gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         return model
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
@@ -89,8 +89,8 @@ class LocalTrainEngine(TrainEngine):
 
     def _release(self) -> None:
         self._model = self._optimizer = None
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
     def _backward(self, loss: Tensor) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from tandem.checkpoint import (
     capture_rng,
+    download,
+    latest,
     read_state,
     read_tensors,
     restore_rng,
+    staging,
     write_state,
     write_tensors,
 )
@@ -49,12 +53,11 @@ def holds_state(path: Path) -> bool:
     return (path / STATE).is_file()
 
 
-def write_training_state(engine: TrainEngine, path: Path, *, with_model: bool = True) -> None:
+def write_training_state(engine: TrainEngine, path: Path) -> None:
     """Write everything that training changes: weights, optimizer, schedule, RNG, version."""
     path.mkdir(parents=True, exist_ok=True)
     rng_tensors, rng_state = capture_rng()
-    if with_model:
-        write_tensors(path / MODEL, _full(engine, engine.trainable_tensors()))
+    write_tensors(path / MODEL, _full(engine, engine.trainable_tensors()))
     optimizer = export_optimizer(engine.optimizer, engine.parameters())
     write_tensors(path / OPTIMIZER, _full(engine, optimizer))
     write_tensors(path / RNG, rng_tensors)
@@ -69,7 +72,7 @@ def write_training_state(engine: TrainEngine, path: Path, *, with_model: bool = 
     )
 
 
-def read_training_state(engine: TrainEngine, path: Path, *, with_model: bool = True) -> None:
+def read_training_state(engine: TrainEngine, path: Path) -> None:
     """The inverse of ``write_training_state``; everything is read before anything is changed.
 
     Raises:
@@ -81,14 +84,44 @@ def read_training_state(engine: TrainEngine, path: Path, *, with_model: bool = T
     if state["config_hash"] != config_hash(engine):
         log.warning("%s was written under another train configuration; going on", path)
     rng_tensors, optimizer = read_tensors(path / RNG), read_tensors(path / OPTIMIZER)
-    if with_model:
-        own, found = engine.trainable_tensors(), read_tensors(path / MODEL)
-        _check_same(path / MODEL, own, found)
-        for name, tensor in own.items():
-            engine._copy_full(tensor, found[name])
+    own, found = engine.trainable_tensors(), read_tensors(path / MODEL)
+    _check_same(path / MODEL, own, found)
+    for name, tensor in own.items():
+        engine._copy_full(tensor, found[name])
     import_optimizer(engine.optimizer, engine.parameters(), optimizer)
     engine.restore_counters(state["counters"])
     restore_rng(rng_tensors, state["rng"])
+
+
+def save_checkpoint(
+    engine: TrainEngine, path: Path, url: str | None, step: int, keep: int | None
+) -> None:
+    """Files only inside a run's staging, else a whole checkpoint of its own."""
+    if is_inside_staging(path):
+        write_training_state(engine, path)
+        return
+    with staging(path, step, keep=keep, upload_url=url) as target:
+        write_training_state(engine, target.path)
+
+
+def load_checkpoint(
+    engine: TrainEngine, path: Path, url: str | None, delete_download: bool
+) -> None:
+    """From the files at ``path``, the newest checkpoint of the run ``path``, or a download."""
+    if url is not None:
+        downloaded = download(url, path).path
+        try:
+            read_training_state(engine, downloaded)
+        finally:
+            if delete_download:
+                shutil.rmtree(downloaded)
+        return
+    if not holds_state(path):
+        found = latest(path)
+        if found is None:
+            raise CheckpointError(f"{str(path)!r} has no checkpoint")
+        path = found.path
+    read_training_state(engine, path)
 
 
 def config_hash(engine: TrainEngine) -> str:
