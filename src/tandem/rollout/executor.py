@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.schema import RolloutConfig
@@ -353,29 +353,10 @@ class RolloutExecutor:
         finally:
             batch.abandon()
 
-    @contextmanager
-    def _whole_batch_first(self, enabled: bool) -> Iterator[None]:
-        """Hold generation until every episode started inside has made its first request.
-
-        Only when nothing else runs: then what the first forward pass sees is a function of the
-        batch alone. With a smaller ``max_concurrent`` that is its first part.
-        """
-        with self._lock:
-            enabled = enabled and not self._loop.active
+    def _whole_batch_first(self, enabled: bool) -> AbstractContextManager[None]:
         if not enabled:
-            yield
-            return
-        with self._hold_generation():
-            yield
-            timeout_s = self._config.wait_timeout_s
-            self._loop.flush(timeout_s)
-            with self._lock:
-                self._lock.wait_for(self._has_all_requests, timeout_s)
-            self._loop.flush(timeout_s)
-
-    def _has_all_requests(self) -> bool:
-        waiting = any(not run.has_requested for run in self._loop.active)
-        return self._loop.fatal is not None or not waiting
+            return nullcontext()
+        return self._loop.whole_batch_first(self._hold_generation, self._config.wait_timeout_s)
 
     # --- versions, pausing, trainer's rejections --------------------------------------------------
 
