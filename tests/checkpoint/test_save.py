@@ -1,7 +1,6 @@
 import errno
 import logging
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -254,52 +253,65 @@ from tandem.checkpoint import write_tensors
 def die(*args, **kwargs):
     os.kill(os.getpid(), signal.SIGKILL)
 
-run, moment = sys.argv[1:]
-rename, rmtree, fsync = Path.rename, directory.shutil.rmtree, module.fsync_directory
+rename = Path.rename
 def rename_then_die(path, target):
     rename(path, target)
     die()
-if moment == "before_manifest":
-    module.write_manifest = die
-elif moment == "before_rename":
-    module._land = die
-elif moment == "after_rename":
-    Path.rename = rename_then_die
-elif moment == "before_retention":
-    module.retain = die
-elif moment == "in_removal":
-    directory.shutil.rmtree = lambda path, **kw: die() if ".removing" in str(path) else None
-with module.staging(run, 20, keep=1) as stage:
-    write_tensors(stage.path / "model.safetensors", {"w": torch.ones(10)})
-    if moment == "after_model_file":
-        die()
+
+def save_and_die(run, moment):
+    if moment == "before_manifest":
+        module.write_manifest = die
+    elif moment == "before_rename":
+        module._land = die
+    elif moment == "after_rename":
+        Path.rename = rename_then_die
+    elif moment == "before_retention":
+        module.retain = die
+    elif moment == "in_removal":
+        directory.shutil.rmtree = lambda path, **kw: die() if ".removing" in str(path) else None
+    with module.staging(run, 20, keep=1) as stage:
+        write_tensors(stage.path / "model.safetensors", {"w": torch.ones(10)})
+        if moment == "after_model_file":
+            die()
+
+# One child a moment: torch is imported once.
+for moment in sys.argv[2:]:
+    child = os.fork()
+    if not child:
+        save_and_die(Path(sys.argv[1], moment), moment)
+        os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, moment
 """
+STEP_AFTER = {
+    "after_model_file": 10,
+    "before_manifest": 10,
+    "before_rename": 10,
+    "after_rename": 20,
+    "before_retention": 20,
+    "in_removal": 20,
+}
 
 
-@pytest.mark.parametrize(
-    ("moment", "step"),
-    [
-        ("after_model_file", 10),
-        ("before_manifest", 10),
-        ("before_rename", 10),
-        ("after_rename", 20),
-        ("before_retention", 20),
-        ("in_removal", 20),
-    ],
-)
-def test_killed_process_leaves_a_run_that_resumes(tmp_path, caplog, moment, step):
-    save(tmp_path, 10)
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(tmp_path), moment], check=False, timeout=60
-    )
-    assert killed.returncode == -signal.SIGKILL
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory):
+    """For each moment a run with step 10, whose process was killed then while saving step 20."""
+    root = tmp_path_factory.mktemp("killed")
+    for moment in STEP_AFTER:
+        save(root / moment, 10)
+    subprocess.run([sys.executable, "-c", KILLED, str(root), *STEP_AFTER], check=True, timeout=120)
+    return root
+
+
+@pytest.mark.parametrize(("moment", "step"), STEP_AFTER.items())
+def test_killed_process_leaves_a_run_that_resumes(killed_runs, caplog, moment, step):
+    run = killed_runs / moment
     with caplog.at_level(logging.WARNING):
-        assert latest(tmp_path).step == step
+        assert latest(run).step == step
     assert len(caplog.records) == (1 if step == 10 else 0)
     assert step == 20 or "step_20" in caplog.text
-    assert all(name.startswith("step_") for name in names(tmp_path))
-    save(tmp_path, 30, keep=1)
-    assert names(tmp_path) == ["step_30"]
+    assert all(name.startswith("step_") for name in names(run))
+    save(run, 30, keep=1)
+    assert names(run) == ["step_30"]
 
 
 def test_staging_of_a_living_process_is_not_touched(tmp_path):

@@ -65,6 +65,22 @@ def test_eta_is_the_mean_speed_of_this_process_times_what_is_left() -> None:
         assert progress.eta() == "2:13:20"
 
 
+def test_steps_of_an_earlier_process_do_not_count_into_the_speed() -> None:
+    clock = Clock()
+    console, _ = screen()
+    with Progress("rl", 60, console=console, clock=clock) as progress:
+        clock.now = 2.0
+        progress.update(51, {})
+        assert progress.eta() == "0:18"
+
+
+def test_accuracy_is_shown_whatever_the_evaluation_is_called() -> None:
+    console, file = screen()
+    with Progress("rl", 9, console=console) as progress:
+        progress.update(1, {"eval/heldout/avg@4": 0.25})
+    assert "accuracy 0.250" in file.getvalue()
+
+
 def test_missing_and_nan_metrics_keep_the_last_value() -> None:
     console, file = screen()
     clock = Clock()

@@ -135,11 +135,12 @@ def behaviour_correction(
 ) -> tuple[TensorDict, dict[str, float]]:
     """A new batch with ``behaviour_weights`` ``[B, T]``, and metrics.
 
-    They come from ``prox_logprobs`` and ``logprobs`` by one of ``CORRECTIONS``. Call it with all rows of an optimizer step, before ``loss_weights``. Dropped tokens have weight
-    0 in the policy loss. With ``drop_from_denominator`` they leave ``loss_mask`` and so every term
-    and denominator; without, they still count there, as in AReaL. ``None`` does so for
-    ``REJECTIONS`` only. A second call replaces the weights and keeps the smaller mask, so a
-    rejection can come before a weighting.
+    They come from ``prox_logprobs`` and ``logprobs`` by one of ``CORRECTIONS``. Call it with all
+    rows of an optimizer step, before ``loss_weights``. Dropped tokens have weight 0 in the policy
+    loss. With ``drop_from_denominator`` they leave ``loss_mask``, so every term and denominator;
+    without, they still count there, as in AReaL. ``None`` does so for ``REJECTIONS`` only. A
+    second call replaces the weights and keeps the smaller mask, so a rejection can come before a
+    weighting.
     """
     if method not in CORRECTIONS:
         raise ConfigError(f"method: got {method!r}, allowed: {', '.join(CORRECTIONS)}")

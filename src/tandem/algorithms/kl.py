@@ -8,7 +8,7 @@ name value                 expected gradient of the value, used as a loss
 k1   d                     0 (pulls nowhere)
 k2   d^2 / 2               the gradient of KL(pi || ref)
 k3   exp(-d) - 1 + d       the gradient of KL(ref || pi)
-abs  \\|d\\|                 the gradient of E_pi[sign(d) d] held at the sample
+abs  \\|d\\|                 the gradient of sum \\|pi - ref\\|
 ==== ===================== ======================================================
 
 k1 and k3 are unbiased for KL(pi || ref), k2 and abs are not. A loss that adds ``+ coef * KL`` is
@@ -69,7 +69,7 @@ def kl_estimate(
 
     ``in_clamp`` bounds ``|d|`` and ``out_clamp`` the result; a clamped entry has gradient 0.
     ``gradient="k2"`` keeps the value and takes the gradient of k2, which is unbiased;
-    ``"auto"`` does so for k1 and abs, whose own gradient does not pull towards the reference.
+    ``"auto"`` does so for k1, whose own gradient pulls nowhere.
     """
     if estimator not in KL_ESTIMATORS:
         raise ConfigError(f"kl_estimator: got {estimator!r}, allowed: {', '.join(KL_ESTIMATORS)}")
@@ -81,7 +81,7 @@ def kl_estimate(
     value = KL_ESTIMATORS[estimator](d)
     if out_clamp is not None:
         value = value.clamp(-out_clamp, out_clamp)
-    if gradient == "k2" or (gradient == "auto" and estimator in ("k1", "abs")):
+    if gradient == "k2" or (gradient == "auto" and estimator == "k1"):
         surrogate = _k2(d)
         return value.detach() + surrogate - surrogate.detach()
     return value

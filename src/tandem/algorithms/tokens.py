@@ -30,7 +30,10 @@ def identity(tensor: Tensor) -> Tensor:
 
 
 def under_mask(x: Tensor, mask: Tensor) -> Tensor:
-    """``x`` where ``mask``, else 0; neither values nor gradients outside the mask get through."""
+    """``x`` where ``mask``, else 0, in value and gradient.
+
+    Mask the inputs of a function, not its result: 0 times a NaN derivative is NaN.
+    """
     return torch.where(mask.bool(), x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict
@@ -110,7 +110,7 @@ def _check_names(names: Sequence[str], required: Collection[str]) -> None:
             )
 
 
-def _check_tensor(name: str, value: object, ids: Tensor) -> None:
+def _check_tensor(name: str, value: Any, ids: Any) -> None:
     spec = KEYS[name]
     if not isinstance(value, Tensor):
         raise DataError(f"{name}: expected a tensor, received {type(value).__name__}")
@@ -121,8 +121,8 @@ def _check_tensor(name: str, value: object, ids: Tensor) -> None:
     rows = ids.shape[0]
     if value.is_nested:
         if "BT" not in spec.shape or not ids.is_nested:
-            raise DataError(f"{name}: jagged, but {'input_ids is padded' if spec else 'per row'}")
-        if not torch.equal(value.offsets(), ids.offsets()):
+            raise DataError(f"{name}: received a jagged tensor, expected [{spec.shape}]")
+        if not torch.equal(_offsets(value), _offsets(ids)):
             raise DataError(f"{name}: its row lengths differ from those of input_ids")
         return
     allowed = []
@@ -170,9 +170,7 @@ class Layout:
             return dense
         lengths = self.offsets.diff().to(dense.device)
         inside = torch.arange(dense.shape[1], device=dense.device) < lengths[:, None]
-        return torch.nested.nested_tensor_from_jagged(
-            dense[inside], self.offsets.to(dense.device)
-        )
+        return torch.nested.nested_tensor_from_jagged(dense[inside], self.offsets.to(dense.device))
 
 
 def to_padded(batch: TensorDict) -> tuple[TensorDict, Layout]:
@@ -183,7 +181,7 @@ def to_padded(batch: TensorDict) -> tuple[TensorDict, Layout]:
     ids = batch["input_ids"]
     if not ids.is_nested:
         return batch, Layout(None)
-    offsets = ids.offsets()
+    offsets = _offsets(ids)
     lengths = offsets.diff()
     width = int(lengths.max()) if len(lengths) else 0
     fields = {}
@@ -192,6 +190,11 @@ def to_padded(batch: TensorDict) -> tuple[TensorDict, Layout]:
         fields[name] = value.to_padded_tensor(_pad_value(name)) if nested else value
     fields["attention_mask"] = torch.arange(width, device=ids.device) < lengths[:, None]
     return TensorDict(fields, batch_size=batch.batch_size), Layout(offsets)
+
+
+def _offsets(jagged: Any) -> Tensor:
+    offsets: Tensor = jagged.offsets()
+    return offsets
 
 
 def _pad_value(name: str) -> int:

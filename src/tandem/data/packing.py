@@ -154,8 +154,7 @@ def karmarkar_karp(lengths: Sequence[int], k: int) -> list[list[int]]:
     """Indices of ``lengths`` in ``k`` parts of nearly equal sums; no part empty if there are ``k``.
 
     Largest differencing method: the two partial partitions with the largest spread are merged,
-    the heaviest parts of one with the lightest of the other. A part counts one extra for every
-    member while ties are broken, so that zero-length items spread too.
+    the heaviest parts of one with the lightest of the other; equal sums go by member count.
     """
     if k < 1:
         raise DataError(f"karmarkar_karp: k: got {k}, allowed: an integer >= 1")

@@ -54,37 +54,32 @@ class _TokenLogprobs(torch.autograd.Function):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         scale = temperature.to(dtype).reciprocal()[:, None]
         size = _block_size(hidden.shape[0], weight.shape[0], chunk)
-        top = hidden.new_full((hidden.shape[0],), float("-inf"), dtype=dtype)
+        is_whole = size >= weight.shape[0]
+        top = torch.full_like(scale[:, 0], float("-inf"))
         total = torch.zeros_like(top)  # sum of exp(z - top)
         moment = torch.zeros_like(top)  # sum of exp(z - top) * (z - top)
         chosen = torch.zeros_like(top)
-        logits = None
         for start in range(0, weight.shape[0], size):
             logits = _logits(hidden, weight, bias, scale, start, size)
             _pick(chosen, logits, targets, start)
             new_top = torch.maximum(top, logits.amax(1))
-            shift = top - new_top
-            decay = shift.exp()
-            if with_entropy and start:
-                moment.add_(total * shift).mul_(decay)
-            keep = logits if size >= weight.shape[0] else None
-            shifted = logits - new_top[:, None] if keep is not None else logits.sub_(
-                new_top[:, None]
-            )
+            if start:
+                shift = top - new_top
+                moment = (moment + total * shift).mul_(shift.exp())
+                total.mul_(shift.exp())
+            top = new_top
+            shifted = (logits if not is_whole else logits.clone()).sub_(top[:, None])
             weights = shifted.exp()
-            total = total * decay + weights.sum(1)
+            total.add_(weights.sum(1))
             if with_entropy:
                 moment.add_(weights.mul_(shifted).sum(1))
-            top = new_top
         log_total = total.log()
-        logsumexp = top + log_total
         entropy = log_total - moment / total if with_entropy else None
-        is_whole = size >= weight.shape[0]
-        ctx.save_for_backward(
-            hidden, weight, bias, targets, scale, logsumexp, entropy, logits if is_whole else None
-        )
+        # A vocabulary that fits one block is kept: no second product in the backward pass.
+        kept = logits if is_whole else None
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, top + log_total, entropy, kept)
         ctx.size = size
-        return chosen - logsumexp, entropy
+        return chosen - top - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -97,9 +92,9 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, weight.shape[0], ctx.size):
             if kept is None:
                 log_probs = _logits(hidden, weight, bias, scale, start, ctx.size)
-                log_probs.sub_(logsumexp[:, None])
             else:
-                log_probs = kept - logsumexp[:, None]
+                log_probs = kept.clone()
+            log_probs.sub_(logsumexp[:, None])
             grad = _logit_gradient(log_probs, grad_logprob, grad_entropy, entropy)
             _add_at_targets(grad, targets, start, grad_logprob)
             grad = grad.mul_(scale).to(hidden.dtype)

@@ -65,7 +65,7 @@ class PackedContext:
             outputs.append(out.transpose(1, 2).reshape(-1, *out.shape[1::2]))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         tokens = _Permute.apply(joined, index.slot_of_token, index.token_of_slot, index.is_padding)
-        return tokens.transpose(0, 1)[None]  # type: ignore[no-any-return]
+        return tokens.transpose(0, 1)[None]
 
     @property
     def _is_one_segment(self) -> bool:
@@ -143,7 +143,7 @@ def _make_index(buckets: Sequence[_Bucket], num_tokens: int, device: torch.devic
 def _to_buckets(tensor: Tensor, index: _Index) -> Tensor:
     """``[1, heads, N, D]`` to ``[slots, heads, D]``."""
     tokens = tensor[0].transpose(0, 1)
-    return _Permute.apply(tokens, index.token_of_slot, index.slot_of_token, None)  # type: ignore[no-any-return]
+    return _Permute.apply(tokens, index.token_of_slot, index.slot_of_token, None)
 
 
 class _Permute(torch.autograd.Function):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.progress import Progress as LiveDisplay
 
 
 class Shown(NamedTuple):
-    """One number of the line: its label, the metric names it may have, and its format."""
+    """One number of the line: its label, patterns of the metric's name, and its format."""
 
     label: str
     names: tuple[str, ...]
@@ -32,7 +33,7 @@ SHOWN: dict[str, tuple[Shown, ...]] = {
         Shown("reward", ("reward/mean",), "{:.3f}"),
         _LOSS,
         Shown("stale", ("staleness/max", "staleness/mean"), "{:.3g}"),
-        Shown("accuracy", ("eval/accuracy",), "{:.3f}"),
+        Shown("accuracy", ("eval/*/avg@*",), "{:.3f}"),
         _SPEED,
     ),
 }
@@ -42,7 +43,8 @@ class Progress:
     """Context manager around the steps of one stage.
 
     On a terminal the line is redrawn in place; elsewhere a line is printed for the first and last
-    step and at most every ``every_s`` seconds. ``enabled=False`` shows nothing.
+    step and at most every ``every_s`` seconds. ``enabled=False`` shows nothing. ``start`` is how
+    many steps were done before; None: all but one at the first ``update``.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Progress:
         kind: Literal["sft", "rl"],
         total: int,
         *,
-        start: int = 0,
+        start: int | None = None,
         title: str | None = None,
         enabled: bool = True,
         console: Console | None = None,
@@ -59,7 +61,7 @@ class Progress:
     ) -> None:
         self._shown = SHOWN[kind]
         self._title = title or kind
-        self._total, self._start, self._step = total, start, start
+        self._total, self._start, self._step = total, start, start or 0
         self._enabled = enabled
         self._console = console or Console()
         self._every_s, self._clock = every_s, clock
@@ -68,7 +70,7 @@ class Progress:
         self._printed: float | None = None
         self._live = self._display() if enabled and self._console.is_terminal else None
         self._task = (
-            self._live.add_task(self._title, total=total, completed=start, values="", eta="")
+            self._live.add_task(self._title, total=total, completed=start or 0, values="", eta="")
             if self._live
             else None
         )
@@ -86,6 +88,8 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Say that ``step`` steps are done, the last one with these metrics."""
         self._step = step
+        if self._start is None:
+            self._start = step - 1
         self._latest |= _picked(self._shown, metrics)
         values = "  ".join(f"{label} {text}" for label, text in self._latest.items())
         if self._live and self._task is not None:
@@ -102,7 +106,7 @@ class Progress:
 
     def eta(self) -> str:
         """Time left at the mean speed of this process so far, as ``m:ss``; ``?`` before a step."""
-        done = self._step - self._start
+        done = 0 if self._start is None else self._step - self._start
         if done <= 0:
             return "?"
         left = (self._clock() - self._begun) / done * max(0, self._total - self._step)
@@ -133,8 +137,8 @@ class Progress:
 def _picked(shown: tuple[Shown, ...], metrics: Mapping[str, Any]) -> dict[str, str]:
     picked = {}
     for item in shown:
-        for name in item.names:
-            value = metrics.get(name)
+        matching = [n for pattern in item.names for n in metrics if fnmatchcase(n, pattern)]
+        for value in (metrics[name] for name in matching):
             if value is not None and not math.isnan(value):
                 picked[item.label] = item.form.format(float(value))
                 break

@@ -51,7 +51,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class RunReport:
-    """What ``final_screen`` shows. ``samples_before`` and ``samples_after`` share their prompts."""
+    """What ``final_screen`` shows; samples before and after are paired by their prompts."""
 
     title: str
     run_dir: Path
@@ -106,9 +106,10 @@ def _samples(report: RunReport) -> Table:
     if report.samples_before:
         table.add_column("before")
     table.add_column("after")
-    befores: Sequence[Sample | None] = report.samples_before or [None] * len(report.samples_after)
-    for before, after in zip(befores, report.samples_after, strict=True):
-        cells = [_completion(before)] if before else []
+    befores = {sample.prompt: sample for sample in report.samples_before}
+    for after in report.samples_after:
+        before = befores.get(after.prompt, Sample(after.prompt, ""))
+        cells = [_completion(before)] if befores else []
         table.add_row(Text(after.prompt), *cells, _completion(after))
     return table
 

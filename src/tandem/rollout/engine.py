@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from tandem.types import FinetuneSpec, LLMRequest, LLMResponse, Prompt, WeightUp
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
-    from tandem.data.prompts import PromptSource
+    from tandem.rollout.feed import PromptStream
     from tandem.rollout.workflow import RolloutWorkflow
 
 ShouldAccept = Callable[["TensorDict"], bool]
@@ -77,16 +77,27 @@ class InferenceEngine(ABC):
 
     @abstractmethod
     def rollout_batch(self, data: Sequence[EpisodeData], workflow: RolloutWorkflow) -> TensorDict:
-        """Run all episodes and return their rows in input order, outside the staleness ledger."""
+        """Run all episodes and return their rows in input order, outside the staleness ledger.
+
+        Failed and rejected episodes leave no rows; ``RolloutError`` when none ended well.
+        """
 
     @abstractmethod
     def prepare_batch(
         self,
-        dataloader: PromptSource,
+        dataloader: PromptStream,
         workflow: RolloutWorkflow,
         should_accept: ShouldAccept | None = None,
     ) -> TensorDict:
-        """Keep the pipeline full from ``dataloader`` and return one training batch."""
+        """Keep the pipeline full from ``dataloader`` and return one training batch.
+
+        ``dataloader`` is a ``PromptSource``, or an iterable of ``submit``'s data; only the first
+        can be resumed.
+        """
+
+    @abstractmethod
+    def reject(self, episode_ids: Collection[int], reason: str) -> None:
+        """Drop episodes that are ready or in training; their places are free again."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -103,3 +114,19 @@ class InferenceEngine(ABC):
     @abstractmethod
     def resume_generation(self) -> None:
         """Go on generating."""
+
+    @abstractmethod
+    def take_metrics(self) -> dict[str, float]:
+        """``staleness/*`` of the batch last handed over, ``rollout/*`` since the last call."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What runs and what is waited for, in words for a person."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Data position, open episodes and counts, as plain JSON."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``: episodes open then run again, with the same seeds."""

@@ -5,21 +5,40 @@ Nothing here schedules, counts or filters episodes: that is the executor.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Self
 
 from tandem.errors import ConfigError, DataError
 from tandem.rollout.importing import import_object
+from tandem.store.records import EpisodeRecord
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
 
     from tandem.rollout.engine import InferenceEngine
 
-OverlongPolicy = Literal["error", "filter", "truncate_left", "truncate_right"]
+STANDARD_ARGUMENTS = frozenset(
+    {
+        "reward",
+        "generation",
+        "group_size",
+        "min_group_size",
+        "tokenizer",
+        "seed",
+        "max_prompt_tokens",
+        "overlong_prompt",
+    }
+)
+"""What a trainer offers every workflow; a user's constructor takes those that it names."""
+
+_BUILT_IN = {"single_turn": "tandem.rollout.single_turn:SingleTurnWorkflow"}
+
+EpisodeListener = Callable[[EpisodeRecord], None]
 
 
 class OverlongPromptError(DataError):
@@ -58,7 +77,18 @@ class Episode(Mapping[str, Any]):
 
 
 class RolloutWorkflow(ABC):
-    """Turns one prompt into the rows of one episode."""
+    """Turns one prompt into the rows of one episode.
+
+    ``listener`` is told of every attempt that ended, from the rollout thread.
+    """
+
+    listener: EpisodeListener | None = None
+
+    def with_listener(self, listener: EpisodeListener) -> Self:
+        """A copy of this workflow whose episodes are reported to ``listener``."""
+        other = copy.copy(self)
+        other.listener = listener
+        return other
 
     @abstractmethod
     async def arun_episode(
@@ -77,33 +107,22 @@ def sample_seed(run_seed: int, episode_id: int, sample_index: int) -> int:
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
 
 
-def fit_prompt(
-    ids: Sequence[int], max_tokens: int | None, policy: OverlongPolicy, *, name: str
-) -> tuple[int, ...] | None:
-    """The prompt under the one policy for overlong prompts; None: filter it out.
+def load_workflow(name: str, **kwargs: Any) -> RolloutWorkflow:
+    """A workflow by name: ``single_turn``, ``path/file.py:Class`` or ``package.module:Class``.
 
-    ``truncate_left`` keeps the last ``max_tokens``, ``truncate_right`` the first.
-
-    Raises:
-        OverlongPromptError: the policy is ``error``; the message has ``name`` and both lengths.
+    Of ``STANDARD_ARGUMENTS`` a constructor gets those that it names, of the others all.
     """
-    if max_tokens is None or len(ids) <= max_tokens:
-        return tuple(ids)
-    if policy == "filter":
-        return None
-    if policy == "truncate_left":
-        return tuple(ids[-max_tokens:])
-    if policy == "truncate_right":
-        return tuple(ids[:max_tokens])
-    raise OverlongPromptError(
-        f"{name}: the prompt has {len(ids)} > {max_tokens} tokens (rollout.max_prompt_tokens); "
-        "raise the limit or set rollout.overlong_prompt to filter, truncate_left or truncate_right"
-    )
-
-
-def load_workflow(name: str, kwargs: Mapping[str, Any]) -> RolloutWorkflow:
-    """A user's workflow named ``path/file.py:Class`` or ``package.module:Class``."""
-    made = import_object(name, field="rollout.workflow")(**kwargs)
+    factory = import_object(_BUILT_IN.get(name, name), field="rollout.workflow")
+    parameters = inspect.signature(factory).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        unknown = sorted(set(kwargs) - set(parameters) - STANDARD_ARGUMENTS)
+        if unknown:
+            raise ConfigError(
+                f"rollout.workflow_kwargs.{unknown[0]}: {name} does not take it; allowed: "
+                f"{', '.join(sorted(parameters))}"
+            )
+        kwargs = {key: value for key, value in kwargs.items() if key in parameters}
+    made = factory(**kwargs)
     if not isinstance(made, RolloutWorkflow):
         raise ConfigError(
             f"rollout.workflow: {name} made a {type(made).__name__}, allowed: a RolloutWorkflow"

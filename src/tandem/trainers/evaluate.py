@@ -1,4 +1,4 @@
-"""Evaluation: completions for every prompt of a data source, scored; accuracy is a score of 1 or more.
+"""Evaluation: completions for every held-out prompt, scored; accuracy is a score of 1 or more.
 
 Runs outside the staleness ledger, so that it can happen before, during and after training.
 """
@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tensordict import TensorDict
 
 from tandem.config import EvalConfig, RewardConfig
-from tandem.data import PromptSource, open_prompts
+from tandem.data.batch import concat_batches
+from tandem.data.prompts import PromptSource, open_prompts
 from tandem.observe import Sample
-from tandem.rollout import EpisodeRecord, InferenceEngine, SingleTurnWorkflow, load_reward
+from tandem.rollout import InferenceEngine, SingleTurnWorkflow, load_reward
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """``accuracy`` averages over all completions, ``pass_at_k`` over prompts with one right of k."""
+    """``accuracy`` averages over completions, ``pass_at_k`` over prompts with one right of k."""
 
     accuracy: float
     pass_at_k: float
@@ -47,15 +49,13 @@ class HeldOut:
             raise ValueError("HeldOut needs eval.data")
         self.config = config
         self.prompts: PromptSource = open_prompts(config.data, tokenizer, seed=seed)
-        self._records: list[EpisodeRecord] = []
+        self._tokenizer = tokenizer
         self._workflow = SingleTurnWorkflow(
-            load_reward(config.reward or reward),
-            config.generation,
-            config.samples,
-            tokenizer,
+            reward=load_reward(config.reward or reward),
+            generation=config.generation,
+            tokenizer=tokenizer,
+            group_size=config.samples,
             seed=seed + 1,
-            min_group_size=1,
-            on_episode=self._records.append,
         )
 
     def evaluate(self, engine: InferenceEngine, *, num_samples_shown: int = 3) -> Evaluation:
@@ -63,34 +63,38 @@ class HeldOut:
 
         A sample whose reward failed counts as not correct and in ``num_failed``.
         """
-        self._records.clear()
         prompts = self.prompts.all()
-        rewards: list[float] = []
-        lengths: list[float] = []
-        solved = 0
+        batches = []
         for start in range(0, len(prompts), self.config.batch_size):
-            rows = engine.rollout_batch(
-                prompts[start : start + self.config.batch_size], self._workflow
-            )
-            reward_B = rows["rewards"].double().nan_to_num(0.0)
-            rewards += reward_B.tolist()
-            lengths += rows["loss_mask"].sum(-1).tolist()
-            solved += len(torch.unique(rows["episode_ids"][reward_B >= 1.0]))
+            chunk = prompts[start : start + self.config.batch_size]
+            batches.append(engine.rollout_batch(chunk, self._workflow))
+        rows = concat_batches(batches)
+        reward_B = rows["rewards"].double().nan_to_num(0.0)
+        right_B = reward_B >= 1.0
+        solved = len(torch.unique(rows["episode_ids"][right_B]))
         expected = len(prompts) * self.config.samples
         return Evaluation(
-            accuracy=sum(reward >= 1.0 for reward in rewards) / expected,
+            accuracy=int(right_B.sum()) / expected,
             pass_at_k=solved / len(prompts),
-            reward_mean=sum(rewards) / max(1, len(rewards)),
-            response_length=sum(lengths) / max(1, len(lengths)),
+            reward_mean=float(reward_B.mean()),
+            response_length=float(rows["loss_mask"].sum(-1).double().mean()),
             num_prompts=len(prompts),
-            num_failed=expected - len(rewards),
-            samples=self._shown(num_samples_shown),
+            num_failed=expected - len(reward_B),
+            samples=self._shown(rows, num_samples_shown),
         )
 
-    def _shown(self, count: int) -> tuple[Sample, ...]:
-        ordered = sorted(self._records, key=lambda record: record.episode_id)[:count]
-        return tuple(
-            Sample(r.prompt, r.completions[0], correct=(r.rewards[0] or 0.0) >= 1.0)
-            for r in ordered
-            if r.completions
-        )
+    def _shown(self, rows: TensorDict, count: int) -> tuple[Sample, ...]:
+        """The first completion of the first prompts, for people to read."""
+        shown: dict[int, Sample] = {}
+        for row in rows:
+            episode_id = int(row["episode_ids"])
+            if len(shown) == count or episode_id in shown:
+                continue
+            ids, sampled = row["input_ids"], row["loss_mask"]
+            prompt_ids = ids[row["attention_mask"] & ~sampled]
+            shown[episode_id] = Sample(
+                prompt=self._tokenizer.decode(prompt_ids, skip_special_tokens=True),
+                completion=self._tokenizer.decode(ids[sampled], skip_special_tokens=True),
+                correct=bool(row["rewards"] >= 1.0),
+            )
+        return tuple(shown.values())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from tandem.config import InferenceConfig
 from tandem.rollout import InferenceEngine
 from tandem.train import TrainEngine
@@ -43,4 +41,4 @@ def publish_weights(
 def transport_of(config: InferenceConfig) -> TransportKind:
     if config.transport == "auto":
         return "shared_memory" if config.mode == "process" else "inprocess"
-    return cast(TransportKind, config.transport)
+    return config.transport

@@ -25,7 +25,7 @@ from typing import Any
 from tandem.algorithms.objective import PolicyObjective
 from tandem.checkpoint import staging
 from tandem.config import RLConfig
-from tandem.data import PromptSource, open_prompts
+from tandem.data.prompts import PromptSource, open_prompts
 from tandem.models.loading import load_tokenizer, resolve_model
 from tandem.observe import (
     Progress,
@@ -36,8 +36,8 @@ from tandem.observe import (
     write_summary,
 )
 from tandem.rollout import (
+    ComposedInferenceEngine,
     EmbeddedInferenceEngine,
-    InferenceEngine,
     RolloutWorkflow,
     load_reward,
     load_workflow,
@@ -85,10 +85,16 @@ class RLState:
 
 @contextmanager
 def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSession]:
-    """Start the engines, restore the newest checkpoint if there is one, and release all at the end."""
+    """Start the engines, restore the newest checkpoint if there is one, release all at the end."""
     with ExitStack() as stack:
         tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
-        prompts = open_prompts(config.data, tokenizer, seed=config.run.seed)
+        prompts = open_prompts(
+            config.data,
+            tokenizer,
+            seed=config.run.seed,
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            overlong=config.rollout.overlong_prompt,
+        )
         train = _open_train_engine(config, model_path, prompts)
         stack.callback(train.destroy)
         reference = None
@@ -123,7 +129,7 @@ class RLSession:
         prompts: PromptSource,
         train: TrainEngine,
         reference: TrainEngine | None,
-        rollout: InferenceEngine,
+        rollout: ComposedInferenceEngine,
         progress: Progress,
     ) -> None:
         self.config = config
@@ -156,12 +162,14 @@ class RLSession:
             metrics = self._step()
             self.state.step += 1
             self.state.elapsed_s += time.monotonic() - started
-            step = self.state.step
-            if self._is_due(self.config.eval.every):
+            is_last = self.state.step == self.config.steps
+            if is_last:
+                self.rollout.pause()
+            if is_last or self._is_due(self.config.eval.every):
                 metrics |= self._evaluate()
             self._record(metrics)
             stopping = self.run.stop.requested is not None
-            if stopping or step == self.config.steps or self._is_due(self.config.checkpoint.every):
+            if stopping or is_last or self._is_due(self.config.checkpoint.every):
                 self._save()
             self.run.raise_if_stopped()
 
@@ -215,9 +223,7 @@ class RLSession:
         state.max_staleness_seen = max(
             state.max_staleness_seen, int(metrics.get("staleness/max", 0))
         )
-        state.mismatch_max = max(
-            state.mismatch_max, metrics.get("mismatch/same_version_max", 0.0)
-        )
+        state.mismatch_max = max(state.mismatch_max, metrics.get("mismatch/same_version_max", 0.0))
         if state.max_staleness_seen > self.config.rollout.max_staleness:
             raise AssertionError(
                 f"trained on a token {state.max_staleness_seen} versions old, allowed: "
@@ -262,8 +268,8 @@ class RLSession:
     def finish(self) -> dict[str, Any]:
         """Evaluate, export the model, write ``summary.json`` and show the last screen."""
         state, config = self.state, self.config
-        if state.step and str(state.step) not in state.accuracies:
-            self.run.metrics.log(state.step, self._evaluate())
+        if self.last_evaluation is None:
+            self._evaluate()
         model_dir: Path | None = None
         if config.checkpoint.export_model:
             model_dir = self.run.dir / "model"

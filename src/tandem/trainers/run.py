@@ -22,7 +22,7 @@ import yaml
 
 from tandem.checkpoint import CheckpointDir, latest, supersede_newer
 from tandem.config import Root, load_config, to_yaml
-from tandem.config.load import check_resume
+from tandem.config.resume import check_resume
 from tandem.errors import ConfigError, Preempted
 from tandem.observe import MetricsLogger, setup_logging
 
@@ -56,7 +56,7 @@ class StopSignal:
 
 @dataclass
 class Run:
-    """What every trainer of this start shares. ``checkpoint`` is where a resumed run goes on from."""
+    """What every trainer of this start shares; a resumed run goes on from ``checkpoint``."""
 
     config: Root
     dir: Path
@@ -93,8 +93,8 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         _check_same_run(config, config_file)
     elif config_file.exists():
         raise ConfigError(
-            f"run.name: {str(directory)!r} already holds a run; continue it with --resume, or choose "
-            "another name with run.name=NAME"
+            f"run.name: {str(directory)!r} already holds a run; continue it with --resume, or "
+            "choose another name with run.name=NAME"
         )
     directory.mkdir(parents=True, exist_ok=True)
     with exclusive(directory), setup_logging(directory):

@@ -15,7 +15,8 @@ from tandem.algorithms.aggregation import loss_weights
 from tandem.algorithms.sft import sft_loss
 from tandem.checkpoint import CheckpointDir, latest, staging, supersede_newer
 from tandem.config import LoraConfig, RolloutConfig, SFTConfig, SFTStageConfig
-from tandem.data import Demonstration, DemonstrationSource, collate, open_demonstrations
+from tandem.data.batch import collate
+from tandem.data.demonstrations import Demonstration, DemonstrationSource, open_demonstrations
 from tandem.models.loading import load_tokenizer, resolve_model
 from tandem.observe import MetricsLogger, Progress, RunReport, final_screen, write_summary
 from tandem.rollout import EmbeddedInferenceEngine
@@ -237,9 +238,7 @@ class _Evaluator:
             self._engine.destroy()
 
 
-def _finish(
-    config: SFTConfig, run: Run, stage: SFTStage, evaluator: _Evaluator
-) -> dict[str, Any]:
+def _finish(config: SFTConfig, run: Run, stage: SFTStage, evaluator: _Evaluator) -> dict[str, Any]:
     model_dir: Path | None = None
     if config.checkpoint.export_model:
         model_dir = run.dir / "model"

@@ -2,7 +2,7 @@
 
 Every case is computed in float64 and in float32 and compared at the tolerance it states. A value
 that misses, a key that is not computed and an algorithm without a check all count as failures.
-What does not belong here: the checks themselves (``numerics_checks``).
+What does not belong here: the checks themselves (the files beside this one).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from rich.table import Table
 from torch import Tensor
 
 from tandem.errors import DataError, TandemError
-from tandem.testing.numerics_checks import CHECKS, Case
+from tandem.testing.numerics.case import Case
+from tandem.testing.numerics.table import CHECKS
 
 DTYPES: dict[str, torch.dtype] = {"float64": torch.float64, "float32": torch.float32}
 
@@ -145,7 +146,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = {status: sum(o.status == status for o in outcomes) for status in Status.__args__}  # type: ignore[attr-defined]
     console.print(", ".join(f"{count} {status}" for status, count in counts.items()))
     return 0 if counts["pass"] == len(outcomes) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,219 @@
+"""The rollout thread: runs attempts as asyncio tasks, each with a deadline, and tells their end.
+
+What an end means (states, queues, budgets) is decided by whoever launched the attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from tensordict import TensorDict
+
+from tandem.errors import EngineError, RolloutError
+from tandem.rollout.rows import check_rows
+from tandem.rollout.runs import FATAL, Run
+from tandem.rollout.workflow import EpisodeListener
+from tandem.types import EpisodeState
+
+if TYPE_CHECKING:
+    from tandem.rollout.engine import InferenceEngine
+
+log = logging.getLogger(__name__)
+
+Outcome = tuple[EpisodeState, str | None]
+Settle = Callable[[Run, BaseException | None], Outcome]
+"""Called under the lock when an attempt ends; returns the state and the reason to report."""
+
+_CURRENT: ContextVar[Run | None] = ContextVar("tandem_rollout_run", default=None)
+
+
+class EpisodeLoop:
+    """One daemon thread with an event loop. ``lock`` guards this and all that its users share.
+
+    ``active`` holds the attempts that run and are not settled, ``num_late`` counts results that
+    came after their attempt was given up. ``fatal`` is what every wait must raise.
+    """
+
+    def __init__(self, engine: InferenceEngine, on_episode: EpisodeListener | None) -> None:
+        self.lock = threading.Condition(threading.RLock())
+        self.active: set[Run] = set()
+        self.num_late = 0
+        self.fatal: BaseException | None = None
+        self._engine = engine
+        self._on_episode = on_episode
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread. Idempotent."""
+        if self._thread is None:
+            self.fatal = None
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=self._run, args=(self._loop,), name="tandem-rollout", daemon=True
+            )
+            self._thread.start()
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        while True:
+            try:
+                loop.run_forever()
+                break
+            except (KeyboardInterrupt, SystemExit) as error:
+                # asyncio lets these two out of the loop; the waiting caller gets them instead.
+                self.set_fatal(error)
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Cancel every attempt, end the thread, wake all waits with an error. Idempotent."""
+        if self._thread is None or self._loop is None:
+            return
+        with self.lock:
+            self.set_fatal(EngineError("the inference engine was destroyed"))
+            runs = list(self.active)
+            for run in runs:
+                self._give_up(run)
+        ending = asyncio.run_coroutine_threadsafe(_cancel(runs, timeout_s), self._loop)
+        try:
+            ending.result(timeout_s + 1.0)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(timeout_s)
+            self._thread = self._loop = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._thread is not None
+
+    def set_fatal(self, error: BaseException) -> None:
+        with self.lock:
+            self.fatal = self.fatal or error
+            self.lock.notify_all()
+
+    def raise_if_broken(self) -> None:
+        if self.fatal is not None:
+            raise self.fatal
+        if self._thread is None:
+            raise EngineError("the inference engine is not initialised; call initialize() first")
+
+    # attempts
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        """Run ``function`` in the rollout thread, soon."""
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(function)
+
+    def flush(self, timeout_s: float) -> None:
+        """Return after everything that the rollout thread has in its queue now."""
+        passed = threading.Event()
+        self.call_soon(passed.set)
+        if not passed.wait(timeout_s):
+            raise TimeoutError(
+                f"the rollout thread did not answer within {timeout_s:g} s; a workflow or a reward "
+                "blocks its event loop"
+            )
+
+    def launch(self, run: Run, settle: Settle, reported: Callable[[Run], None]) -> None:
+        """Start an attempt; only in the rollout thread. ``reported`` comes after the listeners."""
+        assert self._loop is not None
+        run.started_at = time.monotonic()
+        self.active.add(run)
+        run.timer = self._loop.call_later(run.timeout_s, self._expire, run, settle, reported)
+        run.task = self._loop.create_task(self._attempt(run), name=run.name)
+        run.task.add_done_callback(lambda task: self._ended(run, task, settle, reported))
+
+    def abandon(self, run: Run) -> None:
+        """Give an attempt up: cancel it, ignore its result. Under the lock, from any thread."""
+        if not run.settled:
+            self._give_up(run)
+            if run.task is not None:
+                self.call_soon(run.task.cancel)
+
+    def note_request(self) -> None:
+        """The engine tells of a request, so that a whole batch can be waited for."""
+        run = _CURRENT.get()
+        if run is not None and not run.has_requested:
+            with self.lock:
+                run.has_requested = True
+                self.lock.notify_all()
+
+    async def _attempt(self, run: Run) -> TensorDict | None:
+        _CURRENT.set(run)
+        rows = await run.workflow.arun_episode(self._engine, run.episode)
+        if rows is None:
+            return None
+        return check_rows(rows, run.episode_id, run.episode.attempt)
+
+    def _give_up(self, run: Run) -> None:
+        run.settled = True
+        self.active.discard(run)
+        if run.timer is not None:
+            self.call_soon(run.timer.cancel)
+
+    def _expire(self, run: Run, settle: Settle, reported: Callable[[Run], None]) -> None:
+        error = TimeoutError(f"{run.name} did not end within {run.timeout_s:g} s")
+        self._settle(run, error, settle, reported)
+        assert run.task is not None
+        run.task.cancel()
+
+    def _ended(
+        self,
+        run: Run,
+        task: asyncio.Task[TensorDict | None],
+        settle: Settle,
+        reported: Callable[[Run], None],
+    ) -> None:
+        assert run.timer is not None
+        run.timer.cancel()
+        if task.cancelled():
+            error: BaseException | None = RolloutError(f"{run.name} was cancelled from inside")
+        else:
+            error = task.exception()
+        if isinstance(error, FATAL):
+            self.set_fatal(error)
+        self._settle(run, error, settle, reported, rows=None if error else task.result())
+
+    def _settle(
+        self,
+        run: Run,
+        error: BaseException | None,
+        settle: Settle,
+        reported: Callable[[Run], None],
+        rows: TensorDict | None = None,
+    ) -> None:
+        try:
+            with self.lock:
+                if run.settled:
+                    self.num_late += error is None
+                    return
+                run.settled, run.rows = True, rows
+                self.active.discard(run)
+                state, reason = settle(run, error)
+                record = run.record(state, reason, time.monotonic())
+            for listener in (run.workflow.listener, self._on_episode):
+                if listener is not None:
+                    listener(record)
+        except Exception as failure:
+            self.set_fatal(failure)
+        finally:
+            with self.lock:
+                reported(run)
+                self.lock.notify_all()
+
+
+async def _cancel(runs: Sequence[Run], timeout_s: float) -> None:
+    tasks = [run.task for run in runs if run.task is not None]
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        _, pending = await asyncio.wait(tasks, timeout=timeout_s)
+        if pending:
+            log.warning("%d episodes did not end when they were cancelled", len(pending))

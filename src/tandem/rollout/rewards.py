@@ -1,0 +1,180 @@
+"""Reward functions by name. Torch-free: a reward worker imports this file and little else.
+
+``reward(prompt, completion, prompt_ids, completion_ids, **data)`` returns a number, or None: this
+completion cannot be scored. Running them (deadlines, threads, processes) is in ``scoring``.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from tandem.errors import ConfigError
+from tandem.rollout.importing import import_object
+
+RewardFunction = Callable[..., Any]
+
+CONTRACT = ("prompt", "completion", "prompt_ids", "completion_ids")
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?"
+_NUMBER = re.compile(rf"(?:(?<!\d)[-+])?(?:{_DIGITS}(?:\s*/\s*\d+(?:\.\d+)?)?|\.\d+)")
+MAX_DIGITS = 400
+"""Longer numbers are no answers; parsing them could take for ever."""
+
+
+def exact_match(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    answer: Any,
+    **data: Any,
+) -> float:
+    """1 when the completion is the answer, white space around both left out."""
+    return float(completion.strip() == str(answer).strip())
+
+
+def numeric_match(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    answer: Any,
+    tolerance: float = 1e-6,
+    **data: Any,
+) -> float:
+    """1 when the last number of the completion equals the last number of the answer.
+
+    Numbers may have thousands separators, decimals, or be fractions; ``tolerance`` is relative.
+    """
+    expected = last_number(str(answer))
+    if expected is None:
+        raise ConfigError(
+            f"reward numeric_match: the answer {answer!r} has no number; use exact_match or "
+            "another column"
+        )
+    return float(_equal(last_number(completion), expected, tolerance))
+
+
+def gsm8k(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    answer: Any,
+    **data: Any,
+) -> float:
+    """1 when the number after ``####`` (or, without it, the last number) is the answer's."""
+    expected = last_number(str(answer).rsplit("####", 1)[-1])
+    if expected is None:
+        raise ConfigError(f"reward gsm8k: the answer {answer!r} has no number after ####")
+    return float(_equal(last_number(completion.rsplit("####", 1)[-1]), expected, 0.0))
+
+
+def reasoning_gym(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    task: str,
+    entry: Mapping[str, Any],
+    **data: Any,
+) -> float:
+    """The score, in [0, 1], that the task's own scorer gives; white space around is left out."""
+    return float(_scorer(task)(completion.strip(), dict(entry)))
+
+
+@functools.cache
+def _scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+    from reasoning_gym import get_score_answer_fn
+
+    scorer: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
+    return scorer
+
+
+def auto(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    **data: Any,
+) -> float:
+    """The scorer of the row's own source: only procedural tasks bring one."""
+    if "task" in data and "entry" in data:
+        return reasoning_gym(prompt, completion, prompt_ids, completion_ids, **data)
+    raise ConfigError(
+        f"rollout.reward.name=auto: these data bring no scorer of their own (columns: "
+        f"{', '.join(sorted(data))}); name one of {', '.join(sorted(BUILT_IN))}, "
+        "path/file.py:function or package.module:function"
+    )
+
+
+BUILT_IN: dict[str, RewardFunction] = {
+    "auto": auto,
+    "exact_match": exact_match,
+    "gsm8k": gsm8k,
+    "numeric_match": numeric_match,
+    "reasoning_gym": reasoning_gym,
+}
+
+INSTANT = frozenset({exact_match, gsm8k, numeric_match})
+"""Fast enough, for any completion, to be called in the rollout thread itself."""
+
+
+def last_number(text: str) -> Fraction | None:
+    """The last number in ``text``; None without one, or when it is absurdly long."""
+    matches = _NUMBER.findall(text[-100_000:])
+    if not matches or len(matches[-1]) > MAX_DIGITS:
+        return None
+    numerator, _, denominator = matches[-1].replace(",", "").partition("/")
+    value = Fraction(numerator.strip())
+    if not denominator:
+        return value
+    divisor = Fraction(denominator.strip())
+    return None if divisor == 0 else value / divisor
+
+
+def _equal(received: Fraction | None, expected: Fraction, tolerance: float) -> bool:
+    if received is None:
+        return False
+    return abs(received - expected) <= Fraction(tolerance) * abs(expected)
+
+
+def load_function(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
+    """The function called ``name`` with ``kwargs`` fixed; see ``RewardConfig``."""
+    if name in BUILT_IN:
+        function = BUILT_IN[name]
+    elif ":" in name:
+        function = import_object(name, field="reward.name")
+    else:
+        raise ConfigError(
+            f"reward.name: got {name!r}, allowed: {', '.join(sorted(BUILT_IN))}, "
+            "path/file.py:function or package.module:function"
+        )
+    if not callable(function):
+        raise ConfigError(f"reward.name: {name} is a {type(function).__name__}, not a function")
+    return functools.partial(function, **kwargs) if kwargs else function
+
+
+def call(function: RewardFunction, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
+    """Call ``function`` with the four arguments of the contract and the columns of the row.
+
+    A function without ``**data`` gets the columns that it names; the four are passed by position.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    fixed = function.keywords if isinstance(function, functools.partial) else {}
+    columns = {
+        name: value for name, value in data.items() if name not in CONTRACT and name not in fixed
+    }
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        named = {p.name for p in parameters[len(CONTRACT) :]}
+        columns = {name: value for name, value in columns.items() if name in named}
+    return function(*arguments, **columns)

@@ -1,0 +1,126 @@
+"""One attempt at an episode while the executor holds it, and what is counted over attempts."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from tensordict import TensorDict
+
+from tandem.errors import CapabilityError, ConfigError, RolloutError
+from tandem.rollout.workflow import Episode, OverlongPromptError, RolloutWorkflow
+from tandem.store.records import EpisodeRecord
+from tandem.types import EPISODE_STRIDE, EpisodeState
+
+FATAL = (KeyboardInterrupt, SystemExit, ConfigError, CapabilityError, OverlongPromptError)
+"""Raised by one episode, these would be raised by all: the waiting caller gets them as they are."""
+
+FIRST_FREE_ID = EPISODE_STRIDE << 22
+"""Ids of episodes that are not of a prompt stream start here, above every (epoch, position)."""
+
+
+@dataclass(slots=True, eq=False)
+class Run:
+    """An attempt. ``settled`` as soon as its outcome is decided; what comes later is ignored."""
+
+    episode: Episode
+    workflow: RolloutWorkflow
+    order: int
+    timeout_s: float
+    queued_at: float
+    started_at: float | None = None
+    task: asyncio.Task[TensorDict | None] | None = None
+    timer: asyncio.TimerHandle | None = None
+    rows: TensorDict | None = None
+    settled: bool = False
+    has_requested: bool = False
+    judged_by: Any = None
+
+    @property
+    def episode_id(self) -> int:
+        return self.episode.episode_id
+
+    @property
+    def name(self) -> str:
+        return f"episode {self.episode_id} attempt {self.episode.attempt}"
+
+    def describe(self, now: float) -> str:
+        age = now - (self.started_at or now)
+        return f"running for {age:.1f} of {self.timeout_s:g} s: {self.name}"
+
+    def record(self, state: EpisodeState, reason: str | None, now: float) -> EpisodeRecord:
+        notes, rows = self.episode.notes, self.rows
+        started = now if self.started_at is None else self.started_at
+        rewards = () if rows is None else rows["rewards"].tolist()
+        return EpisodeRecord(
+            episode_id=self.episode_id,
+            attempt=self.episode.attempt,
+            training=self.episode.training,
+            state=state,
+            reason=reason,
+            prompt=notes.get("prompt"),
+            completions=tuple(notes.get("completions", ())),
+            rewards=tuple(notes.get("rewards", rewards)),
+            versions=() if rows is None else _version_ranges(rows),
+            queued_s=started - self.queued_at,
+            running_s=now - started,
+        )
+
+
+def _version_ranges(rows: TensorDict) -> tuple[tuple[int, int] | None, ...]:
+    made = [row[row >= 0] for row in rows["versions"]]
+    return tuple((int(row.min()), int(row.max())) if row.numel() else None for row in made)
+
+
+@dataclass(slots=True)
+class FaultBudget:
+    """Failures and rejections in a row; an episode that is accepted starts both counts again."""
+
+    max_failures: int
+    max_rejected: int
+    failed_in_row: int = 0
+    rejected_in_row: int = 0
+    first_traceback: str = ""
+    last_reason: str = ""
+    rejections: dict[str, int] = field(default_factory=dict)
+
+    def accepted(self) -> None:
+        self.failed_in_row = self.rejected_in_row = 0
+        self.first_traceback = ""
+        self.rejections.clear()
+
+    def rejected(self, reason: str) -> None:
+        self.failed_in_row = 0
+        self.first_traceback = ""
+        self.rejected_in_row += 1
+        self.rejections[reason] = self.rejections.get(reason, 0) + 1
+
+    def failed(self, error: BaseException) -> None:
+        self.failed_in_row += 1
+        self.last_reason = describe_error(error)
+        if not self.first_traceback:
+            self.first_traceback = "".join(traceback.format_exception(error)).strip()
+
+    @property
+    def is_spent(self) -> bool:
+        return self.failed_in_row >= self.max_failures or self.rejected_in_row >= self.max_rejected
+
+    def error(self, state: str) -> RolloutError:
+        """What a caller gets when the budget is spent; ``state`` says how things stand."""
+        if self.failed_in_row >= self.max_failures:
+            return RolloutError(
+                f"{self.failed_in_row} episodes failed in a row (rollout.max_failures_in_row); "
+                f"the last: {self.last_reason}\n{state}\nThe first of them:\n"
+                f"{self.first_traceback}"
+            )
+        return RolloutError(
+            f"no informative group: {self.rejected_in_row} episodes were rejected in a row "
+            f"(rollout.max_rejected_in_row), by reason: {self.rejections}; the task may be too "
+            f"easy or too hard for this model\n{state}"
+        )
+
+
+def describe_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,143 @@
+"""Hugging Face directories: what ``save`` writes and ``load`` reads.
+
+Checkpoints of a run are ``state``.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
+
+from tandem.errors import CheckpointError, ConfigError, DataError
+from tandem.models.loading import load_causal_lm
+from tandem.train import lora as adapters
+from tandem.train.export import full_tensors, is_tied
+from tandem.train.state import holds_state, read_training_state, write_training_state
+from tandem.types import SaveLoadMeta
+
+if TYPE_CHECKING:
+    from tandem.train.engine import TrainEngine
+
+OPTIM_FOLDER = "training_state"
+"""Where ``with_optim`` puts what a Hugging Face directory has no place for."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def save_directory(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """Write the merged model or the adapter alone; see ``TrainEngine.save``."""
+    if meta.weight_format not in ("hf", "adapter"):
+        raise ConfigError(f"weight_format: got {meta.weight_format!r}, allowed: hf, adapter")
+    if meta.weight_format == "adapter" and engine.lora is None:
+        raise ConfigError("weight_format=adapter: there is no adapter; configure model.lora")
+    with replacing(Path(meta.path)) as target:
+        if meta.weight_format == "adapter":
+            adapters.save_adapter(engine.model, engine.peft_config, target)
+        else:
+            _write_model(
+                engine.model, target, full_tensors(engine.model, engine._full_tensor, None)
+            )
+            _write_tokenizer(meta, target, source=meta.base_model_path or engine.model_path)
+        if meta.with_optim:
+            write_training_state(engine, target / OPTIM_FOLDER)
+
+
+def load_directory(engine: TrainEngine, meta: SaveLoadMeta) -> None:
+    """Take weights, an adapter or a whole training state; see ``TrainEngine.load``."""
+    folder = Path(meta.path) / OPTIM_FOLDER
+    if meta.with_optim:
+        if not holds_state(folder):
+            raise CheckpointError(
+                f"{meta.path!r} has no training state; save it with with_optim=True"
+            )
+        read_training_state(engine, folder)
+    elif engine.lora is not None:
+        adapters.load_adapter(engine.model, meta.path)
+    else:
+        _load_weights(engine, meta.path)
+
+
+class replacing:
+    """Context: a fresh directory beside ``path`` that takes its place on success."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fresh = path.with_name(f"{path.name}.writing")
+        self._old = path.with_name(f"{path.name}.replaced")
+
+    def __enter__(self) -> Path:
+        shutil.rmtree(self._fresh, ignore_errors=True)
+        try:
+            self._fresh.mkdir(parents=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot write {str(self._path)!r}: {error}") from error
+        return self._fresh
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None:
+            shutil.rmtree(self._fresh, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise CheckpointError(f"cannot write {str(self._path)!r}: {error}") from error
+            return
+        shutil.rmtree(self._old, ignore_errors=True)
+        if self._path.exists():
+            os.rename(self._path, self._old)
+        os.rename(self._fresh, self._path)
+        shutil.rmtree(self._old, ignore_errors=True)
+
+
+def _write_model(model: Any, target: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    state = {name: tensor.contiguous() for name, tensor in tensors}
+    floating = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+    config = copy.deepcopy(model.config)
+    config.use_cache = True
+    config.tie_word_embeddings = is_tied(model)
+    config.architectures = [type(model).__name__]
+    config.dtype = str(floating).removeprefix("torch.")
+    config.save_pretrained(target)
+    if model.can_generate():
+        model.generation_config.save_pretrained(target)
+    save_torch_state_dict(state, target, metadata={"format": "pt"})
+
+
+def _write_tokenizer(meta: SaveLoadMeta, target: Path, *, source: str) -> None:
+    for part in (meta.tokenizer, meta.processor):
+        if part is not None:
+            part.save_pretrained(target)
+    if meta.tokenizer is None:
+        for name in TOKENIZER_FILES:
+            if (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, target / name)
+
+
+def _load_weights(engine: TrainEngine, path: str) -> None:
+    source = load_causal_lm(path, dtype=torch.float32, device="cpu").state_dict()
+    own = engine.model.state_dict()
+    problems = [f"{name} is missing" for name in sorted(own.keys() - source.keys())]
+    problems += [
+        f"{name} has shape {list(source[name].shape)}, expected {list(own[name].shape)}"
+        for name in sorted(own.keys() & source.keys())
+        if own[name].shape != source[name].shape
+    ]
+    if problems:
+        raise DataError(f"{path!r} does not fit this model: {'; '.join(problems)}")
+    for name, tensor in own.items():
+        engine._copy_full(tensor, source[name])

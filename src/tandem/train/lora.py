@@ -1,0 +1,149 @@
+"""Low-rank adapters through peft: injection, the reference policy, merging, adapter files.
+
+The base model is never written to: an export adds the delta to a copy of each weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tandem.config.schema import LoraConfig
+from tandem.errors import ConfigError, DataError
+
+ADAPTER = "default"
+_FILE = "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
+    """Put an fp32 adapter into ``model``, freeze the rest, and return the peft configuration.
+
+    With ``adapter_path`` the adapter starts from that file, whose own configuration wins.
+
+    Raises:
+        ConfigError: no adapter there, or a target module that the model does not have.
+        DataError: the file's tensors do not fit.
+    """
+    if config.adapter_path is None:
+        targets = config.target_modules
+        peft_config = peft.LoraConfig(
+            task_type="CAUSAL_LM",
+            r=config.rank,
+            lora_alpha=config.alpha,
+            lora_dropout=config.dropout,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+        )
+    else:
+        if not (Path(config.adapter_path) / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"lora.adapter_path: {config.adapter_path!r} has no adapter_config.json"
+            )
+        peft_config = peft.LoraConfig.from_pretrained(config.adapter_path)
+        peft_config.inference_mode = False
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            peft.inject_adapter_in_model(peft_config, model, adapter_name=ADAPTER)
+        except ValueError as error:
+            raise ConfigError(f"lora.target_modules: {error}") from error
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(_is_adapter(name))
+        if _is_adapter(name):
+            parameter.data = parameter.data.float()
+    if config.adapter_path is not None:
+        load_adapter(model, config.adapter_path)
+    return peft_config
+
+
+def has_adapter(model: Any) -> bool:
+    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
+
+
+def adapter_tensors(model: Any) -> dict[str, Tensor]:
+    """Adapter parameters under the names of adapter files."""
+    return {
+        _PREFIX + name.replace(f".{ADAPTER}", ""): parameter.detach()
+        for name, parameter in model.named_parameters()
+        if _is_adapter(name)
+    }
+
+
+@contextmanager
+def adapters_disabled(model: Any) -> Iterator[None]:
+    """The base model without its adapters."""
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+@contextmanager
+def adapter_replaced(model: Any, tensors: dict[str, Tensor]) -> Iterator[None]:
+    """The model with the adapter values ``tensors`` in place of its own."""
+    current = adapter_tensors(model)
+    kept = {name: tensor.clone() for name, tensor in current.items()}
+    _copy(current, tensors)
+    try:
+        yield
+    finally:
+        _copy(current, kept)
+
+
+def merged_weight(module: BaseTunerLayer, weight: Tensor) -> Tensor:
+    """A new tensor: base weight plus delta, added in fp32 and rounded once."""
+    delta = module.get_delta_weight(ADAPTER)
+    return (weight.float() + delta.float()).to(weight.dtype)
+
+
+def save_adapter(model: Any, peft_config: Any, path: Path) -> None:
+    """Write ``adapter_config.json`` and ``adapter_model.safetensors`` as peft does."""
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in adapter_tensors(model).items()}
+    save_file(tensors, path / _FILE, metadata={"format": "pt"})
+    peft_config.save_pretrained(str(path))
+
+
+def load_adapter(model: Any, path: str) -> None:
+    """Copy the tensors of an adapter file into the adapter of ``model``.
+
+    Raises:
+        ConfigError: there is no safetensors file.
+        DataError: names or shapes differ; all of them are listed.
+    """
+    file = Path(path) / _FILE
+    if not file.is_file():
+        raise ConfigError(f"adapter {path!r} has no {_FILE} (other formats are not read)")
+    found, own = load_file(file), adapter_tensors(model)
+    problems = [f"{name} is missing" for name in sorted(own.keys() - found.keys())]
+    problems += [f"{name} is unexpected" for name in sorted(found.keys() - own.keys())]
+    problems += [
+        f"{name} has shape {list(found[name].shape)}, expected {list(own[name].shape)}"
+        for name in sorted(own.keys() & found.keys())
+        if own[name].shape != found[name].shape
+    ]
+    if problems:
+        raise DataError(f"adapter {path!r} does not fit the model: {'; '.join(problems)}")
+    _copy(own, found)
+
+
+def _copy(into: dict[str, Tensor], source: dict[str, Tensor]) -> None:
+    with torch.no_grad():
+        for name, tensor in into.items():
+            tensor.copy_(source[name])
+
+
+def _is_adapter(name: str) -> bool:
+    return ".lora_" in name
