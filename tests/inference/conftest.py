@@ -22,8 +22,13 @@ MakeCore = Callable[..., EmbeddedCore]
 
 @pytest.fixture(scope="session")
 def model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with larger embeddings: far from uniform, so that mistakes show."""
-    return _save_scaled(tiny_model_dir, tmp_path_factory.mktemp("peaked") / "model", 12.0)
+    """The tiny model with larger weights: peaked, and the context matters, so that mistakes show."""
+    model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device="cpu")
+    with torch.no_grad():
+        for name, item in model.named_parameters():
+            if item.dim() == 2:
+                item.mul_(12.0 if "embed" in name else 6.0)
+    return _save(model, tiny_model_dir, tmp_path_factory.mktemp("peaked") / "model")
 
 
 @pytest.fixture(scope="session")
@@ -106,13 +111,6 @@ def drain(core: EmbeddedCore, count: int) -> list[LLMResponse]:
                 raise item.outcome
             outcomes[item.ticket] = item.outcome
     return [outcomes[ticket] for ticket in sorted(outcomes)]
-
-
-def _save_scaled(source: Path, target: Path, factor: float) -> Path:
-    model = load_causal_lm(str(source), dtype=torch.float32, device="cpu")
-    with torch.no_grad():
-        model.get_input_embeddings().weight.mul_(factor)
-    return _save(model, source, target)
 
 
 def _save(model: PreTrainedModel, tokenizer_source: Path, target: Path) -> Path:

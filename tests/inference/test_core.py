@@ -78,6 +78,19 @@ def test_samples_and_logprobs_do_not_depend_on_the_batch(make_core: MakeCore) ->
         assert first.output_logprobs == pytest.approx(second.output_logprobs, abs=1e-5)
 
 
+def test_rows_that_move_when_others_leave_keep_their_context(
+    make_core: MakeCore, score: Scorer
+) -> None:
+    given = [
+        request(p, seed=i, max_new_tokens=3 + 5 * (i % 4), ignore_eos=True)
+        for i, p in enumerate(prompts(20, low=10))
+    ]
+    for item, response in zip(given, run(make_core(max_batch_size=7), given), strict=True):
+        assert_logprobs_agree(
+            response.output_logprobs, score(item.input_ids, response.output_tokens, 1.0)
+        )
+
+
 def test_four_seeds_of_one_prompt_give_four_samples_that_any_split_reproduces(
     make_core: MakeCore,
 ) -> None:

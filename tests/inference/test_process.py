@@ -23,7 +23,7 @@ from tandem.inference.embedded import ChildBackend, EmbeddedBackend
 from tandem.inference.embedded.frames import decode_request, encode_request
 from tandem.inference.embedded.link import child_environment
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse, WeightUpdateMeta, WeightVersion
-from tandem.weights import expect, release
+from tandem.weights import release
 
 from .conftest import request
 from .test_updates import send
@@ -263,9 +263,3 @@ def test_the_child_is_told_its_threads() -> None:
     environment = child_environment(3)
     assert environment["OMP_NUM_THREADS"] == "3"
     assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
-
-
-def test_expecting_the_same_version_twice_is_refused(child: ChildBackend) -> None:
-    expect(update_meta(77))
-    with pytest.raises(WeightSyncError, match="expected already"):
-        child.update_weights(update_meta(77))

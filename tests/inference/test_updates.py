@@ -432,3 +432,15 @@ def test_an_update_returns_before_the_weights_exist(
     send(update_meta(1), other_weights)
     future.result(10)
     assert backend.version.n == 1
+
+
+def test_a_version_that_is_awaited_already_is_refused_in_the_future(
+    make_backend: Callable[..., EmbeddedBackend], other_weights: Mapping[str, Tensor]
+) -> None:
+    backend = make_backend()
+    first = backend.update_weights(update_meta(1))
+    with pytest.raises(WeightSyncError, match="expected already"):
+        backend.update_weights(update_meta(1)).result(10)
+    send(update_meta(1), other_weights)
+    first.result(10)
+    assert backend.version.n == 1
