@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tandem.models.head import token_logprobs
+from tests.memory import peak_bytes
 
 
 def plain(hidden, weight, targets, temperature, bias=None):
@@ -95,6 +96,19 @@ def test_entropy_gradient_in_closed_form():
     assert grad[0].tolist() == pytest.approx(expected, abs=1e-6)
 
 
+def test_an_unused_entropy_changes_no_gradient():
+    hidden, weight, targets, temperature = case()
+    for with_entropy in (False, True):
+        logprobs, _ = token_logprobs(
+            hidden, weight, targets, temperature, with_entropy=with_entropy, chunk=7
+        )
+        logprobs.sum().backward()
+    # The second backward added exactly the same once more.
+    twice, _ = plain(hidden, weight, targets, temperature)
+    (expected,) = torch.autograd.grad(twice.sum(), hidden)
+    torch.testing.assert_close(hidden.grad, 2 * expected, rtol=0, atol=1e-5)
+
+
 def test_no_rows_is_no_rows():
     hidden, weight, targets, temperature = case(n=0)
     logprobs, _ = token_logprobs(hidden, weight, targets, temperature, with_entropy=True, chunk=4)
@@ -103,33 +117,21 @@ def test_no_rows_is_no_rows():
     assert torch.equal(weight.grad, torch.zeros_like(weight))
 
 
-def peak_bytes(function):
-    """Peak of the CPU allocator during ``function``, above what was live before."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiled:
-        function()
-    live = peak = 0
-    for event in profiled.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
 def test_peak_memory_follows_the_chunk_forward_and_backward():
-    hidden, weight, targets, temperature = case(n=1024, vocabulary=32768, size=64)
+    hidden, weight, targets, temperature = case(n=2048, vocabulary=32768, size=64)
 
     def step():
         logprobs, _ = token_logprobs(
-            hidden, weight, targets, temperature, with_entropy=False, chunk=64
+            hidden, weight, targets, temperature, with_entropy=False, chunk=128
         )
         logprobs.sum().backward()
 
-    full = 1024 * 32768 * 4
+    full = 2048 * 32768 * 4
     assert peak_bytes(step) < full / 4
-    rows = slice(0, 1024, 128)
-    logprobs, _ = token_logprobs(hidden, weight, targets, temperature, with_entropy=False, chunk=64)
+    rows = slice(0, 2048, 256)
+    logprobs, _ = token_logprobs(
+        hidden, weight, targets, temperature, with_entropy=False, chunk=128
+    )
     expected, _ = plain(hidden[rows], weight, targets[rows], temperature[rows])
     torch.testing.assert_close(logprobs[rows], expected, rtol=0, atol=1e-5)
     assert math.isfinite(float(hidden.grad.sum()))

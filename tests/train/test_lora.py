@@ -163,3 +163,11 @@ def test_an_adapter_of_another_shape_is_refused(make_engine, tmp_path):
     trained(make_engine).save(SaveLoadMeta(str(tmp_path / "a"), weight_format="adapter"))
     with pytest.raises(DataError, match="does not fit"):
         make_engine(lora=LoraConfig(rank=8)).load(SaveLoadMeta(str(tmp_path / "a")))
+
+
+def test_a_tied_model_with_an_adapter_exports_its_embeddings_once(make_engine, tied_path, tmp_path):
+    engine = make_engine(tied_path, lora=LoraConfig(rank=4), lr=2e-2)
+    engine.train_batch(make_batch(LENGTHS), nll)
+    assert "lm_head.weight" not in {spec.name for spec in engine.get_param_specs()}
+    engine.save(SaveLoadMeta(str(tmp_path / "merged")))
+    torch.testing.assert_close(plain_scores(tmp_path / "merged"), scores(engine), rtol=0, atol=1e-4)

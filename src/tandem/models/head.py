@@ -73,18 +73,22 @@ class _TokenLogprobs(torch.autograd.Function):
             total.add_(weights.sum(1))
             if with_entropy:
                 moment.add_(weights.mul_(shifted).sum(1))
+            # A vocabulary that fits one block is kept: no second product in the backward pass.
+            kept = logits if is_whole else None
+            del logits, shifted, weights
         log_total = total.log()
         entropy = log_total - moment / total if with_entropy else None
-        # A vocabulary that fits one block is kept: no second product in the backward pass.
-        kept = logits if is_whole else None
         ctx.save_for_backward(hidden, weight, bias, targets, scale, top + log_total, entropy, kept)
         ctx.size = size
+        ctx.set_materialize_grads(False)  # an unused entropy costs nothing in the backward pass
         return chosen - top - log_total, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, scale, logsumexp, entropy, kept = ctx.saved_tensors
         grad_logprob, grad_entropy = grads
+        if grad_logprob is None:
+            grad_logprob = torch.zeros_like(logsumexp)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.zeros_like(hidden, dtype=scale.dtype) if needs_hidden else None
         grad_weight = torch.empty_like(weight) if needs_weight else None
@@ -105,6 +109,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_weight[block] = (grad.T @ hidden).to(weight.dtype)
             if grad_bias is not None:
                 grad_bias[block] = grad.sum(0).to(bias.dtype)
+            del log_probs, grad
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None

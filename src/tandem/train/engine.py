@@ -1,8 +1,8 @@
 """The TrainEngine contract, one class in sections; a backend implements the primitives at its end.
 
 Longer than other files because the contract is one class that reads top to bottom. The step loop
-is in ``step``, the forward pass in ``forward``, the optimizer in ``optim``, weights on their way out
-in ``export`` and ``directory``, training state in ``state``. Losses are passed in.
+is in ``step``, the forward pass in ``forward``, the optimizer in ``optim``, weights on their way
+out in ``export`` and ``directory``, training state in ``state``. Losses are passed in.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from tandem.train.forward import OUTPUTS, score
 from tandem.train.optim import learning_rate, optimizer_tensors, set_learning_rate
 from tandem.train.placement import Part, Placement
 from tandem.train.state import load_checkpoint, save_checkpoint
-from tandem.train.step import LossWeightFn, StepResult, run_hook, run_microbatches
+from tandem.train.step import (
+    LossWeightFn,
+    StepResult,
+    required_outputs,
+    run_hook,
+    run_microbatches,
+)
 from tandem.types import (
     BatchOutput,
     FinetuneSpec,
@@ -217,13 +223,15 @@ class TrainEngine(ABC):
 
         Outputs are returned when ``return_outputs`` (None: when ``forward_only``). Without a
         ``loss_weight_fn`` the losses are summed and the batch must have a weight key; with it each
-        loss is a mean, combined as ``sum(w * loss) / sum(w)``.
+        loss is a mean, combined as ``sum(w * loss) / sum(w)``. Attributes of ``loss_fn``:
+        ``required_outputs`` (see ``LossFn``), and ``keep_together``, a per-row key whose equal
+        values mark rows that must share a micro-batch (preference pairs).
 
         Raises:
             DataError: a bad batch, a row over the token cap, or no weights at all.
         """
         wanted = forward_only if return_outputs is None else return_outputs
-        names = self._output_names(loss_fn) if wanted else frozenset[str]()
+        names = (required_outputs(loss_fn) or OUTPUTS) if wanted else ()
         result = self._run(data, loss_fn, loss_weight_fn, not forward_only, names)
         return BatchOutput(result.outputs, result.loss, result.metrics)
 
@@ -281,7 +289,7 @@ class TrainEngine(ABC):
         """
         with self._placement.resident("model", "optimizer", "grad"):
             self.optimizer_zero_grad()
-            result = self._run(input_, loss_fn, loss_weight_fn, True, frozenset())
+            result = self._run(input_, loss_fn, loss_weight_fn, True, ())
             lr = self.learning_rate
             norm = self.optimizer_step()
         return result.metrics | {
@@ -301,7 +309,7 @@ class TrainEngine(ABC):
         self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: LossWeightFn | None = None
     ) -> float:
         """The loss as the step would have it, without gradients."""
-        return self._run(input_, loss_fn, loss_weight_fn, False, frozenset()).loss
+        return self._run(input_, loss_fn, loss_weight_fn, False, ()).loss
 
     def infer_batch(self, data: TensorDict, loss_fn: LossFn | None = None) -> BatchOutput:
         """Per-token outputs, and with a ``loss_fn`` its loss and metrics, without gradients."""
@@ -329,7 +337,7 @@ class TrainEngine(ABC):
                 return aggregate_fn(run_hook(self, input_, post_hook, output_seqlens))
         if unknown := set(outputs) - set(OUTPUTS):
             raise DataError(f"outputs: got {sorted(unknown)}, allowed: {list(OUTPUTS)}")
-        result = self._run(input_, None, None, False, frozenset(outputs))
+        result = self._run(input_, None, None, False, outputs)
         return TensorDict(dict(result.outputs), batch_size=input_.batch_size)
 
     # --- adapters and the reference policy ----------------------------------------------------
@@ -557,7 +565,7 @@ class TrainEngine(ABC):
         loss_fn: LossFn | None,
         loss_weight_fn: LossWeightFn | None,
         backward: bool,
-        keep: frozenset[str],
+        keep: Collection[str],
     ) -> StepResult:
         parts: tuple[Part, ...] = ("model", "grad") if backward else ("model",)
         with self._placement.resident(*parts), self._model_mode(backward):
@@ -573,11 +581,6 @@ class TrainEngine(ABC):
     ) -> dict[str, Tensor]:
         dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
         return score(self.model, packed, temperature_B, names, compute_dtype=dtype)
-
-    def _output_names(self, loss_fn: LossFn | None) -> frozenset[str]:
-        if loss_fn is None:
-            return frozenset(OUTPUTS)
-        return frozenset(getattr(loss_fn, "required_outputs", {"train_logprobs"}))
 
     def _skip(self, norm: float) -> None:
         self.optimizer_zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -55,9 +56,13 @@ class LocalTrainEngine(TrainEngine):
         return True
 
     def get_scheduling_config(self) -> Scheduling:
-        """One core, the device, and memory for weights, gradients and two moments in fp32."""
-        size = sum(p.numel() for p in self.model.parameters())
-        return Scheduling(cpu=1, gpu=int(self.device.type != "cpu"), mem=2048 + size * 16 // 2**20)
+        """One core, the device, and memory for fp32 weights, gradients and two moments.
+
+        Estimated from the size of the model's files, taken to be bf16; needs no ``initialize``.
+        """
+        files = Path(self.model_path).glob("*.safetensors")
+        size = sum(file.stat().st_size for file in files)
+        return Scheduling(cpu=1, gpu=int(self.device.type != "cpu"), mem=2048 + size * 8 // 2**20)
 
     # --- primitives ---------------------------------------------------------------------------
 
