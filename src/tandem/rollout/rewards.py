@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from tandem.config.objects import load_object
 from tandem.errors import ConfigError
-from tandem.rollout.importing import import_object
 
 RewardFunction = Callable[..., Any]
 
@@ -153,7 +153,7 @@ def load_function(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
     if name in BUILT_IN:
         function = BUILT_IN[name]
     elif ":" in name:
-        function = import_object(name, field="reward.name")
+        function = load_object(name, field="reward.name")
     else:
         raise ConfigError(
             f"reward.name: got {name!r}, allowed: {', '.join(sorted(BUILT_IN))}, "

@@ -353,5 +353,7 @@ def _open_workflow(config: RLConfig, tokenizer: Any) -> RolloutWorkflow:
         tokenizer=tokenizer,
         seed=config.run.seed,
         min_group_size=rollout.min_group_size,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        overlong_prompt=rollout.overlong_prompt,
         **rollout.workflow_kwargs,
     )
