@@ -22,7 +22,7 @@ MakeCore = Callable[..., EmbeddedCore]
 
 @pytest.fixture(scope="session")
 def model_dir(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model with larger weights: peaked, and the context matters, so that mistakes show."""
+    """The tiny model with larger weights: peaked and dependent on context, so mistakes show."""
     model = load_causal_lm(str(tiny_model_dir), dtype=torch.float32, device="cpu")
     with torch.no_grad():
         for name, item in model.named_parameters():

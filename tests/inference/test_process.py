@@ -20,7 +20,7 @@ from torch import Tensor
 from tandem.config import InferenceConfig
 from tandem.errors import ConfigError, DataError, EngineError, WeightSyncError
 from tandem.inference.embedded import ChildBackend, EmbeddedBackend
-from tandem.inference.embedded.frames import decode_request, encode_request
+from tandem.inference.embedded.frames import decode_request, encode_request, write_frame
 from tandem.inference.embedded.link import child_environment
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse, WeightUpdateMeta, WeightVersion
 from tandem.weights import release
@@ -216,31 +216,37 @@ def test_a_child_that_does_not_get_ready_in_time_is_ended(model_dir: Path) -> No
     backend.close()
 
 
-def test_the_child_ends_when_its_parent_is_killed(model_dir: Path) -> None:
+def test_the_child_ends_when_its_parent_is_killed(model_dir: Path, tmp_path: Path) -> None:
+    """The parent here is a bare one, which imports nothing heavy."""
+    first = {"config": {}, "model_path": str(model_dir), "incarnation": "inc"}
+    with (tmp_path / "frame").open("wb") as file:
+        write_frame(file, first)
     program = textwrap.dedent(
         """
-        import sys
-        from tandem.config import InferenceConfig
-        from tandem.inference.embedded import ChildBackend
-        backend = ChildBackend(InferenceConfig(), sys.argv[1], "inc")
-        backend.start()
-        print(backend.stats()["pid"], flush=True)
+        import subprocess, sys
+        command = [sys.executable, "-m", "tandem.inference.embedded.child"]
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+        child.stdin.write(open(sys.argv[1], "rb").read())
+        child.stdin.flush()
+        child.stdout.read(8)
+        print(child.pid, flush=True)
         sys.stdin.read()
         """
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", program, str(model_dir)],
+        [sys.executable, "-c", program, str(tmp_path / "frame")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=child_environment(1),
     )
-    child_pid = int(parent.stdout.readline())
-    watch = os.pidfd_open(child_pid)
+    watch = os.pidfd_open(int(parent.stdout.readline()))
+    assert not select.select([watch], [], [], 0)[0]
     parent.kill()
     parent.communicate()
-    ready, _, _ = select.select([watch], [], [], 20)
+    ended, _, _ = select.select([watch], [], [], 20)
     os.close(watch)
-    assert ready
+    assert ended
 
 
 def test_a_request_survives_the_way_to_the_child() -> None:
