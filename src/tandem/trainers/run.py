@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import time
 import uuid
@@ -25,6 +26,7 @@ from tandem.config import Root, load_config, to_yaml
 from tandem.config.resume import check_resume
 from tandem.errors import ConfigError, Preempted
 from tandem.observe import MetricsLogger, setup_logging
+from tandem.observe.metrics import METRICS_FILE
 
 log = logging.getLogger(__name__)
 
@@ -91,14 +93,16 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
     config_file = directory / "config.yaml"
     if resume:
         _check_same_run(config, config_file)
-    elif config_file.exists():
+    elif config_file.exists() and _has_begun(directory):
         raise ConfigError(
             f"run.name: {str(directory)!r} already holds a run; continue it with --resume, or "
             "choose another name with run.name=NAME"
         )
     directory.mkdir(parents=True, exist_ok=True)
     with exclusive(directory), setup_logging(directory):
-        if not config_file.exists():
+        if not resume:
+            # Left by a start that failed before its first step, maybe with another seed.
+            shutil.rmtree(directory / "initial_model", ignore_errors=True)
             _write_durably(config_file, to_yaml(config))
         incarnation = _new_incarnation(directory)
         checkpoint = latest(directory) if resume else None
@@ -112,7 +116,7 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
             trackers=config.tracking.trackers,
             project=config.tracking.project,
             run_name=config.run.name,
-            resume_step=step + 1 if resume else None,
+            resume_step=step + 1 if checkpoint else 0,
         )
         try:
             with StopSignal() as stop:
@@ -153,6 +157,14 @@ def _check_same_run(config: Root, config_file: Path) -> None:
         )
     stored: Mapping[str, Any] = yaml.safe_load(config_file.read_text(encoding="utf-8"))
     check_resume(load_config(stored), config)
+
+
+def _has_begun(directory: Path) -> bool:
+    """Whether a run recorded or saved anything; a start that failed before may be repeated."""
+    stages = (directory, directory / "warmup")
+    records = [stage / METRICS_FILE for stage in stages]
+    saved = any(any(stage.glob("checkpoints/step_*")) for stage in stages)
+    return saved or any(path.exists() and path.stat().st_size > 0 for path in records)
 
 
 def _new_incarnation(directory: Path) -> str:

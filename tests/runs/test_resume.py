@@ -1,0 +1,163 @@
+"""Runs that are killed or stopped, and go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tandem.trainers import run_rl, run_sft
+from tests.runs.conftest import Bed, has_step, metrics
+from tests.runs.launcher import Launcher, audit_batches
+
+STOPPED = 75
+KEPT = ("actor/loss", "actor/grad_norm", "sft/loss", "sft/grad_norm", "reward/mean")
+
+
+def curve(run_dir: Path) -> list[dict[str, float]]:
+    """What training computed at each step, without times."""
+    return [{name: row[name] for name in ("step", *KEPT) if name in row} for row in metrics(run_dir)]
+
+
+def weights(model_dir: Path) -> dict[str, bytes]:
+    return {
+        name: tensor.numpy().tobytes()
+        for name, tensor in load_file(model_dir / "model.safetensors").items()
+    }
+
+
+def assert_same_run(run_dir: Path, reference: Path, num_steps: int) -> None:
+    assert curve(run_dir) == curve(reference)
+    assert [row["step"] for row in metrics(run_dir)] == list(range(num_steps + 1))
+    assert weights(run_dir / "model") == weights(reference / "model")
+
+
+def test_killed_synchronous_run_resumes_bit_for_bit(bed: Bed, launcher: Launcher):
+    options = ("steps=14", "checkpoint.every=4", "eval.every=5")
+    run_rl(bed.config(*options, name="reference"))
+    started = launcher.start(bed.folder / "log", *bed.arguments(*options))
+    run_dir = bed.run_dir()
+    assert started.signal_when(signal.SIGKILL, has_step(run_dir, 6)) == -signal.SIGKILL
+    assert not (run_dir / "summary.json").exists()
+    summary = run_rl(bed.config(*options), resume=True)
+    assert summary["steps"] == 14
+    assert_same_run(run_dir, bed.run_dir("reference"), 14)
+
+
+def test_killed_supervised_run_resumes_bit_for_bit(sft_bed: Bed, launcher: Launcher):
+    reference = run_sft(sft_bed.config("eval.every=15", name="reference"))
+    started = launcher.start(sft_bed.folder / "log", *sft_bed.arguments("eval.every=15"))
+    run_dir = sft_bed.run_dir()
+    assert started.signal_when(signal.SIGKILL, has_step(run_dir, 8)) == -signal.SIGKILL
+    summary = run_sft(sft_bed.config("eval.every=15"), resume=True)
+    assert summary["accuracy_after"] == reference["accuracy_after"]
+    assert summary["accuracy_before"] == reference["accuracy_before"]
+    assert_same_run(run_dir, sft_bed.run_dir("reference"), 40)
+
+
+def test_supervised_run_killed_before_its_first_checkpoint_resumes(
+    sft_bed: Bed, launcher: Launcher
+):
+    options = ("sft.checkpoint_every=0", "sft.steps=30")
+    reference = run_sft(sft_bed.config(*options, name="reference"))
+    started = launcher.start(sft_bed.folder / "log", *sft_bed.arguments(*options))
+    assert started.signal_when(signal.SIGKILL, has_step(sft_bed.run_dir(), 2)) == -signal.SIGKILL
+    summary = run_sft(sft_bed.config(*options), resume=True)
+    assert summary["accuracy_before"] == reference["accuracy_before"]
+    assert_same_run(sft_bed.run_dir(), sft_bed.run_dir("reference"), 30)
+
+
+def test_run_killed_in_its_warmup_resumes_bit_for_bit(cold_bed: Bed, launcher: Launcher):
+    run_rl(cold_bed.config("steps=2", name="reference"))
+    started = launcher.start(cold_bed.folder / "log", *cold_bed.arguments("steps=2"))
+    warmup = cold_bed.run_dir() / "warmup"
+    assert started.signal_when(signal.SIGKILL, has_step(warmup, 8)) == -signal.SIGKILL
+    assert metrics(cold_bed.run_dir()) == []
+    run_rl(cold_bed.config("steps=2"), resume=True)
+    assert curve(warmup) == curve(cold_bed.run_dir("reference") / "warmup")
+    assert_same_run(cold_bed.run_dir(), cold_bed.run_dir("reference"), 2)
+
+
+def test_run_stopped_in_its_warmup_leaves_a_run_that_resumes(cold_bed: Bed, launcher: Launcher):
+    rare = ("steps=1", "warmup.checkpoint_every=0")
+    started = launcher.start(cold_bed.folder / "log", *cold_bed.arguments(*rare))
+    warmup = cold_bed.run_dir() / "warmup"
+    assert started.signal_when(signal.SIGTERM, has_step(warmup, 3)) == STOPPED
+    (saved,) = (warmup / "checkpoints").iterdir()
+    assert saved.name == f"step_{metrics(warmup)[-1]['step']}"
+    run_rl(cold_bed.config(*rare), resume=True)
+    assert [row["step"] for row in metrics(warmup)] == list(range(1, 61))
+
+
+def test_stopped_run_saves_its_state_and_resumes(bed: Bed, launcher: Launcher):
+    options = ("steps=14", "checkpoint.every=0")
+    started = launcher.start(bed.folder / "log", *bed.arguments(*options))
+    run_dir = bed.run_dir()
+    assert started.signal_when(signal.SIGTERM, has_step(run_dir, 3)) == STOPPED
+    assert "--resume" in started.log.read_text()
+    last = metrics(run_dir)[-1]["step"]
+    assert 3 <= last < 14
+    assert (run_dir / "checkpoints" / f"step_{last}").is_dir()
+    run_rl(bed.config(*options), resume=True)
+    run_rl(bed.config(*options, name="reference"))
+    assert_same_run(run_dir, bed.run_dir("reference"), 14)
+
+
+ASYNCHRONOUS = (
+    "inference.mode=process",
+    "rollout.max_staleness=1",
+    "checkpoint.every=3",
+    "steps=12",
+)
+
+
+def test_killed_asynchronous_run_trains_every_episode_once(
+    bed: Bed, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+):
+    audit = bed.folder / "audit.jsonl"
+    started = launcher.start(bed.folder / "log", *bed.arguments(*ASYNCHRONOUS), audit=audit)
+    started.wait_for(has_step(bed.run_dir(), 1))
+    generator = psutil.Process(started.pid).children()
+    assert started.signal_when(signal.SIGKILL, lambda: len(lines(audit)) >= 6) == -signal.SIGKILL
+    assert psutil.wait_procs(generator, timeout=60)[1] == []
+    before = lines(audit)
+
+    audit.unlink()
+    from tandem.rollout.composed import ComposedInferenceEngine
+
+    monkeypatch.setattr(
+        ComposedInferenceEngine, "prepare_batch", ComposedInferenceEngine.prepare_batch
+    )
+    audit_batches(audit)
+    summary = run_rl(bed.config(*ASYNCHRONOUS), resume=True)
+    after = lines(audit)
+    assert [row["step"] for row in metrics(bed.run_dir())] == list(range(13))
+    assert summary["max_staleness_seen"] <= 1
+    # Batch number n is made into version n + 1: what the checkpoint did not have comes again.
+    resumed_at = after[0]["version"]
+    assert resumed_at in (3, 6)
+    trained = [line for line in before if line["version"] < resumed_at] + after
+    assert [line["version"] for line in trained] == list(range(12))
+    ids = [episode for line in trained for episode in line["episodes"]]
+    assert len(ids) == len(set(ids)) == 12 * 4
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_killed_generator_ends_the_run_with_an_error_that_names_it(bed: Bed, launcher: Launcher):
+    started = launcher.start(bed.folder / "log", *bed.arguments(*ASYNCHRONOUS))
+    run_dir = bed.run_dir()
+    started.wait_for(has_step(run_dir, 4))
+    (generator,) = psutil.Process(started.pid).children()
+    os.kill(generator.pid, signal.SIGKILL)
+    assert started.wait() == 4
+    assert "error: the child engine ended with exit code -9" in started.log.read_text()
+    assert run_rl(bed.config(*ASYNCHRONOUS), resume=True)["steps"] == 12
+    assert [row["step"] for row in metrics(run_dir)] == list(range(13))
