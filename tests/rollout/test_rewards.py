@@ -93,16 +93,16 @@ def test_a_function_gets_the_columns_that_it_names(tmp_path: Path) -> None:
     assert score(named(f"{file}:later"), "ab", answer=5, prompt="again") == 3
     with pytest.raises(ConfigError, match="not a function"):
         load_function(f"{file}:not_callable", {})
-    with pytest.raises(ConfigError, match="no attribute 'gone'"):
+    with pytest.raises(ConfigError, match="has no 'gone'"):
         load_function(f"{file}:gone", {})
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exactmatch", "allowed: auto, exact_match"),
-        ("no/such/file.py:f", "no such file"),
-        ("no_such_module:f", "cannot import"),
+        ("exactmatch", "allowed: auto, concise_number"),
+        ("no/such/file.py:f", "no file"),
+        ("no_such_module:f", "importing 'no_such_module' failed"),
         (":f", "path/to/file.py:name"),
     ],
 )
