@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV ?= .venv
 # pytest-xdist workers, one thread each
 WORKERS ?= 2
-# where torch comes from, e.g. https://download.pytorch.org/whl/cpu; empty: pip's own index
+# address of the index that torch comes from; empty: pip's own
 TORCH_INDEX ?=
 
 BIN := $(VENV)/bin

@@ -23,7 +23,7 @@ from tandem.config import resolve_recipe
 
 def run_once(recipe: str, seed: int, overrides: list[str], output_dir: str) -> dict[str, Any]:
     name = f"{recipe}-seed{seed}"
-    command = [sys.executable, "-m", "tandem.cli", "rl", str(resolve_recipe(recipe))]
+    command = [sys.executable, "-m", "tandem", "rl", str(resolve_recipe(recipe))]
     command += [f"run.seed={seed}", f"run.name={name}", f"run.output_dir={output_dir}"]
     started = time.perf_counter()
     subprocess.run([*command, *overrides], check=True, stdout=sys.stderr)

@@ -113,6 +113,22 @@ def test_extreme_ratios_stay_finite_in_float32(name):
     assert logprobs.grad.isfinite().all()
 
 
+def test_gspo_gives_each_token_the_sequence_ratio_times_its_own_advantage():
+    logprobs = tensor([-1.0, -1.0], requires_grad=True)
+    loss, _ = run(
+        "gspo",
+        logprobs,
+        tensor([-1.2, -1.0]),
+        tensor([2.0, -1.0]),
+        torch.ones(1, 2, dtype=torch.bool),
+        clip_low=0.5,
+        clip_high=0.5,
+    )
+    loss.sum().backward()
+    s = math.exp(0.1)
+    assert logprobs.grad[0].tolist() == pytest.approx([-2 * s, s])
+
+
 def test_zero_variance_group_stays_in_the_denominator():
     from tandem.algorithms.aggregation import loss_weights
 

@@ -19,14 +19,29 @@ def invoke(*arguments: str | Path) -> Any:
 
 
 def test_completions_are_repeatable_under_a_seed_and_differ_between_samples(
-    tiny_model_dir: Path,
+    tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    command = (tiny_model_dir, "--prompt", "1 + 2 =", "--n", 3, "--max-new-tokens", 12, "--seed", 5)
-    first, second = invoke(*command), invoke(*command)
-    assert first.exit_code == 0, first.exception
-    assert first.output == second.output
-    assert len(set(first.output.splitlines())) == 3
-    assert invoke(*command[:-1], 6).output != first.output
+    def complete(seed: int) -> list[str]:
+        target = tmp_path / "out.jsonl"
+        result = invoke(
+            tiny_model_dir,
+            *("--prompt", "1 + 2 =", "--n", 3, "--max-new-tokens", 12),
+            *("--seed", seed, "--jsonl-out", target),
+        )
+        assert result.exit_code == 0, result.exception
+        return [json.loads(line)["completion"] for line in target.read_text().splitlines()]
+
+    first = complete(5)
+    assert complete(5) == first
+    assert len(set(first)) == 3
+    assert set(complete(60)).isdisjoint(first)
+
+
+def test_completions_are_printed_without_the_prompt(tiny_model_dir: Path) -> None:
+    result = invoke(tiny_model_dir, "-p", "12+34", "--max-new-tokens", 3, "--temperature", 0)
+    assert result.exit_code == 0, result.exception
+    assert "12+34" not in result.output
+    assert result.output.strip("\n") != ""
 
 
 def test_jsonl_rows_keep_their_columns_and_get_completions(

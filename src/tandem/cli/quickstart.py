@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import count, takewhile
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tandem.cli.configs import DryRun, Overrides, Resume, print_config
+from tandem.cli.configs import CONFIG_FILE, DryRun, Overrides, Resume, print_config
 from tandem.config import load_config, resolve_recipe
+from tandem.errors import ConfigError
 
 
 def quickstart(
@@ -20,10 +24,34 @@ def quickstart(
     changes = list(overrides or ())
     if seed is not None:
         changes.append(f"run.seed={seed}")
-    config = load_config(resolve_recipe("quickstart"), changes, kind="rl")
+    recipe = resolve_recipe("quickstart")
+    config = load_config(recipe, changes, kind="rl")
+    if not any(change.startswith("run.name=") for change in changes):
+        runs = Path(config.run.output_dir)
+        name = _latest(runs, config.run.name) if resume else _free(runs, config.run.name)
+        config = load_config(recipe, [*changes, f"run.name={name}"], kind="rl")
     if dry_run:
         print_config(config)
         return
     from tandem.trainers import run_rl
 
     run_rl(config, resume=resume)
+
+
+def _free(runs: Path, name: str) -> str:
+    """``name``, or ``name-2``, ``name-3``, … when runs of that name exist."""
+    return next(run for run in _names(name) if not (runs / run).exists())
+
+
+def _latest(runs: Path, name: str) -> str:
+    """The last of the runs that ``_free`` named."""
+    found = list(takewhile(lambda run: (runs / run / CONFIG_FILE).exists(), _names(name)))
+    if not found:
+        raise ConfigError(f"--resume: no quickstart in {str(runs)!r}; start one without --resume")
+    return found[-1]
+
+
+def _names(name: str) -> Iterator[str]:
+    yield name
+    for number in count(2):
+        yield f"{name}-{number}"

@@ -59,7 +59,6 @@ class ModelConfig(Section):
     tiny: TinyModelConfig | None = None
     tokenizer_path: str | None = None
     lora: LoraConfig | None = None
-    max_context: PositiveInt | None = Field(None, description="None: the model's own limit")
 
     @model_validator(mode="after")
     def _one_source(self) -> Self:

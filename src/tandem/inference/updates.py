@@ -38,7 +38,11 @@ class PendingUpdate:
         self._committing: Future[None] | None = None
         self._timer = threading.Timer(timeout_s, self._expire)
         self._timer.daemon = True
-        arrival = expect(meta)
+        try:
+            arrival = expect(meta)
+        except WeightSyncError as error:
+            self._end(error)
+            return
         self._timer.start()
         arrival.add_done_callback(self._arrived)
 

@@ -13,9 +13,12 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from tandem.errors import EngineError
+from tandem.errors import CapabilityError, EngineError
 
 ATTENTION = "tandem"
+
+UNSUPPORTED = ("softcap", "s_aux", "sinks", "position_bias", "head_mask")
+"""Arguments of other architectures that change the attention weights."""
 
 
 class AttentionContext(Protocol):
@@ -51,11 +54,17 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     ctx: AttentionContext | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     if ctx is None:
         raise EngineError(
             "the model was called without ctx; pass ctx=PackedContext(...) or a cache context"
+        )
+    asked = [name for name in UNSUPPORTED if options.get(name) is not None]
+    if asked:
+        raise CapabilityError(
+            f"{type(module).__name__} asks its attention for {', '.join(asked)}, which neither "
+            "training nor the embedded engine supports; use another architecture"
         )
     out = ctx.attend(
         int(module.layer_idx),  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ tiny models is in ``tiny.py``, converting other formats in ``importing.py``.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,21 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str | torch.device)
     _check_complete(path, info)
     model.config.use_cache = False
     return model.to(device).eval()
+
+
+def context_length(path: str) -> int:
+    """Tokens that the model of a directory can attend to, from its config.json.
+
+    Raises:
+        ConfigError: not a Hugging Face model directory.
+    """
+    _check_directory(path, "model.path", "config.json")
+    data = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
+    declared = data.get("text_config", data)
+    for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+        if isinstance(declared.get(name), int):
+            return int(declared[name])
+    raise ConfigError(f"model.path: {path!r}: config.json names no max_position_embeddings")
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:

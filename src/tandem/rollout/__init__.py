@@ -24,6 +24,7 @@ _EXPORTS = {
     "SingleTurnWorkflow": "tandem.rollout.single_turn",
     "StalenessLedger": "tandem.rollout.staleness",
     "load_reward": "tandem.rollout.scoring",
+    "open_inference_engine": "tandem.rollout.opening",
     "load_workflow": "tandem.rollout.workflow",
     "sample_seed": "tandem.rollout.workflow",
 }

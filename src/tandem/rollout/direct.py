@@ -35,8 +35,7 @@ class DirectBatch:
         if not data:
             raise DataError("rollout_batch: got no episodes, allowed: at least 1")
         self._loop = loop
-        self._max_failures = config.max_failures_in_row
-        self._faults = FaultBudget()
+        self._faults = FaultBudget(config.max_failures_in_row, max_rejected=len(data) + 1)
         self._num_failed = self._num_rejected = 0
         # All start together, so the deadline of a late one covers the waves before it.
         timeout_s = config.episode_timeout_s * -(-len(data) // config.max_concurrent)
@@ -70,7 +69,7 @@ class DirectBatch:
         with self._loop.lock:
             while self._pending:
                 self._loop.raise_if_broken()
-                if self._faults.failed_in_row >= self._max_failures:
+                if self._faults.is_spent:
                     raise RolloutError(self._complaint("the fault budget is spent"))
                 remaining = self._deadline - time.monotonic()
                 if remaining <= 0:

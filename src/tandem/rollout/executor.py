@@ -19,8 +19,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tandem.config.schema import RolloutConfig
@@ -76,7 +76,7 @@ class RolloutExecutor:
         self._next_free_id = FIRST_FREE_ID
         self._resumed_version = 0
         self._num_direct_batches = 0
-        self._faults = FaultBudget()
+        self._faults = FaultBudget(config.max_failures_in_row, config.max_rejected_in_row)
         self._filter: ShouldAccept | None = None
         self._paused = False
         self._staleness = Staleness(0, 0.0, 0)
@@ -150,8 +150,8 @@ class RolloutExecutor:
 
     def _start_admitted(self) -> None:
         with self._lock:
-            while self._queue and not self._paused and self._loop.fatal is None:
-                if self.ledger.capacity() <= 0:
+            while self._queue and self.ledger.capacity() > 0:
+                if self._paused or self._loop.fatal is not None or self._faults.is_spent:
                     break
                 run = self._queue.popleft()
                 self.ledger.start(run.episode_id, self._version())
@@ -235,7 +235,7 @@ class RolloutExecutor:
                     return batch
                 wanted = 0 if is_exhausted else self._wanted()
                 if wanted == 0:
-                    self._require_reachable(size)
+                    self._require_reachable(size, more_to_come=not is_exhausted)
                     self._sleep_until(deadline, f"prepare_batch of {size}")
                     continue
             is_exhausted = self._fill(source, workflow, wanted) < wanted
@@ -303,8 +303,8 @@ class RolloutExecutor:
         self._masked_tokens += self._staleness.masked_tokens
         return batch
 
-    def _require_reachable(self, count: int) -> None:
-        reachable = self.ledger.reachable()
+    def _require_reachable(self, count: int, *, more_to_come: bool = False) -> None:
+        reachable = self.ledger.reachable(more_to_come=more_to_come)
         if reachable < count:
             raise RolloutError(
                 f"{count} episodes can no longer be reached: at most {reachable} more can be "
@@ -315,21 +315,11 @@ class RolloutExecutor:
     def _raise_if_broken(self) -> None:
         """Raise what was fatal, or ``RolloutError`` when a budget is spent (it starts anew)."""
         self._loop.raise_if_broken()
-        faults, config = self._faults, self._config
-        if faults.failed_in_row >= config.max_failures_in_row:
-            self._faults = FaultBudget()
-            raise RolloutError(
-                f"{faults.failed_in_row} episodes failed in a row "
-                f"(rollout.max_failures_in_row); the last: {faults.last_reason}\n"
-                f"{self.describe()}\nThe first of them:\n{faults.first_traceback}"
-            )
-        if faults.rejected_in_row >= config.max_rejected_in_row:
-            self._faults = FaultBudget()
-            raise RolloutError(
-                f"no informative group: {faults.rejected_in_row} episodes were rejected in a row "
-                f"(rollout.max_rejected_in_row), by reason: {faults.rejections}; the task may be "
-                f"too easy or too hard for this model\n{self.describe()}"
-            )
+        if self._faults.is_spent:
+            error = self._faults.error(self.describe())
+            self._faults.accepted()
+            self._wake()
+            raise error
 
     def _deadline(self, timeout: float | None) -> float:
         return time.monotonic() + (self._config.wait_timeout_s if timeout is None else timeout)
@@ -363,29 +353,10 @@ class RolloutExecutor:
         finally:
             batch.abandon()
 
-    @contextmanager
-    def _whole_batch_first(self, enabled: bool) -> Iterator[None]:
-        """Hold generation until every episode started inside has made its first request.
-
-        Only when nothing else runs: then what the first forward pass sees is a function of the
-        batch alone. With a smaller ``max_concurrent`` that is its first part.
-        """
-        with self._lock:
-            enabled = enabled and not self._loop.active
+    def _whole_batch_first(self, enabled: bool) -> AbstractContextManager[None]:
         if not enabled:
-            yield
-            return
-        with self._hold_generation():
-            yield
-            timeout_s = self._config.wait_timeout_s
-            self._loop.flush(timeout_s)
-            with self._lock:
-                self._lock.wait_for(self._has_all_requests, timeout_s)
-            self._loop.flush(timeout_s)
-
-    def _has_all_requests(self) -> bool:
-        waiting = any(not run.has_requested for run in self._loop.active)
-        return self._loop.fatal is not None or not waiting
+            return nullcontext()
+        return self._loop.whole_batch_first(self._hold_generation, self._config.wait_timeout_s)
 
     # --- versions, pausing, trainer's rejections --------------------------------------------------
 
@@ -459,21 +430,16 @@ class RolloutExecutor:
     def describe(self) -> str:
         """What is queued, running and ready, since when, and why nothing more starts."""
         with self._lock:
-            now, ledger, config = time.monotonic(), self.ledger, self._config
+            now = time.monotonic()
             lines = [
                 f"rollout at version {self._version()}" + (", paused" if self._paused else ""),
-                f"capacity {ledger.capacity()}: concurrency {config.max_concurrent}, staleness "
-                f"({config.max_staleness} + 1) * {config.batch_size}",
-                "states: " + ", ".join(f"{name} {n}" for name, n in ledger.counts().items() if n),
+                self.ledger.describe(),
             ]
             if self._queue:
-                lines.append(
-                    f"queued for {now - self._queue[0].queued_at:.1f} s: head of the queue"
-                )
-            running = sorted(self._loop.active, key=lambda run: run.started_at or now)
-            for run in running[:3]:
-                age = now - (run.started_at or now)
-                lines.append(f"running for {age:.1f} of {run.timeout_s:g} s: {run.name}")
+                waited = now - self._queue[0].queued_at
+                lines.append(f"queued for {waited:.1f} s: head of the queue")
+            oldest = sorted(self._loop.active, key=lambda run: run.started_at or now)
+            lines += [run.describe(now) for run in oldest[:3]]
             if self._faults.last_reason:
                 lines.append(f"last failure: {self._faults.last_reason}")
             return "\n".join(lines)

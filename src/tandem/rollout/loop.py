@@ -9,7 +9,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -144,6 +145,32 @@ class EpisodeLoop:
             with self.lock:
                 run.has_requested = True
                 self.lock.notify_all()
+
+    @contextmanager
+    def whole_batch_first(
+        self, hold_generation: Callable[[], AbstractContextManager[None]], timeout_s: float
+    ) -> Iterator[None]:
+        """Hold generation until every attempt started inside has made its first request.
+
+        Only when nothing else runs: then what the first forward pass sees is a function of the
+        batch alone. With a smaller ``max_concurrent`` that is its first part.
+        """
+        with self.lock:
+            is_busy = bool(self.active)
+        if is_busy:
+            yield
+            return
+        with hold_generation():
+            yield
+            self.flush(timeout_s)
+            with self.lock:
+                self.lock.wait_for(self._has_all_requests, timeout_s)
+            # The other samples of the last group are in the thread's queue by now.
+            self.flush(timeout_s)
+
+    def _has_all_requests(self) -> bool:
+        waiting = any(not run.has_requested for run in self.active)
+        return self.fatal is not None or not waiting
 
     async def _attempt(self, run: Run) -> TensorDict | None:
         _CURRENT.set(run)

@@ -10,7 +10,6 @@ import asyncio
 import inspect
 import os
 import queue
-import sys
 import threading
 from typing import Any
 
@@ -65,4 +64,4 @@ async def _awaited(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

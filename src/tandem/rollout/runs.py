@@ -9,7 +9,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
-from tandem.errors import CapabilityError, ConfigError
+from tandem.errors import CapabilityError, ConfigError, RolloutError
 from tandem.rollout.workflow import Episode, OverlongPromptError, RolloutWorkflow
 from tandem.store.records import EpisodeRecord
 from tandem.types import EPISODE_STRIDE, EpisodeState
@@ -46,6 +46,10 @@ class Run:
     def name(self) -> str:
         return f"episode {self.episode_id} attempt {self.episode.attempt}"
 
+    def describe(self, now: float) -> str:
+        age = now - (self.started_at or now)
+        return f"running for {age:.1f} of {self.timeout_s:g} s: {self.name}"
+
     def record(self, state: EpisodeState, reason: str | None, now: float) -> EpisodeRecord:
         notes, rows = self.episode.notes, self.rows
         started = now if self.started_at is None else self.started_at
@@ -74,6 +78,8 @@ def _version_ranges(rows: TensorDict) -> tuple[tuple[int, int] | None, ...]:
 class FaultBudget:
     """Failures and rejections in a row; an episode that is accepted starts both counts again."""
 
+    max_failures: int
+    max_rejected: int
     failed_in_row: int = 0
     rejected_in_row: int = 0
     first_traceback: str = ""
@@ -96,6 +102,24 @@ class FaultBudget:
         self.last_reason = describe_error(error)
         if not self.first_traceback:
             self.first_traceback = "".join(traceback.format_exception(error)).strip()
+
+    @property
+    def is_spent(self) -> bool:
+        return self.failed_in_row >= self.max_failures or self.rejected_in_row >= self.max_rejected
+
+    def error(self, state: str) -> RolloutError:
+        """What a caller gets when the budget is spent; ``state`` says how things stand."""
+        if self.failed_in_row >= self.max_failures:
+            return RolloutError(
+                f"{self.failed_in_row} episodes failed in a row (rollout.max_failures_in_row); "
+                f"the last: {self.last_reason}\n{state}\nThe first of them:\n"
+                f"{self.first_traceback}"
+            )
+        return RolloutError(
+            f"no informative group: {self.rejected_in_row} episodes were rejected in a row "
+            f"(rollout.max_rejected_in_row), by reason: {self.rejections}; the task may be too "
+            f"easy or too hard for this model\n{state}"
+        )
 
 
 def describe_error(error: BaseException) -> str:

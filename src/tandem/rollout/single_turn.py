@@ -78,7 +78,8 @@ class SingleTurnWorkflow(RolloutWorkflow):
         num_scored = sum(sample.reward is not None for sample in kept)
         needed = self.min_group_size if episode.training else min(1, len(kept))
         if num_scored < needed or not kept:
-            return _too_few(episode, samples, num_scored, needed)
+            _reject_or_fail(episode, samples, num_scored, needed)
+            return None
         return collate([self._row(episode, prompt_ids, sample) for sample in kept])
 
     def _prompt_ids(self, episode: Episode) -> tuple[int, ...] | None:
@@ -191,7 +192,7 @@ async def _all_or_none(samples: list[Any]) -> list[_Sample]:
         raise
 
 
-def _too_few(episode: Episode, samples: list[_Sample], num_scored: int, needed: int) -> None:
+def _reject_or_fail(episode: Episode, samples: list[_Sample], num_scored: int, needed: int) -> None:
     reason = f"{num_scored} of {len(samples)} samples were scored, at least {needed} are needed"
     errors = [sample.error for sample in samples if sample.error is not None]
     if errors:

@@ -128,6 +128,13 @@ class StalenessLedger:
         """Open episodes in these states, in order of submission."""
         return [key for key, entry in self._open.items() if entry.state in states]
 
+    def describe(self) -> str:
+        counts = ", ".join(f"{name} {n}" for name, n in self.counts().items() if n)
+        return (
+            f"capacity {self.capacity()}: concurrency {self.max_concurrent}, staleness "
+            f"({self.max_staleness} + 1) * {self.batch_size}\nstates: {counts or 'no episodes'}"
+        )
+
     @property
     def accepted(self) -> int:
         """Episodes that were or will be trained on: ready, in training or consumed."""
@@ -149,10 +156,14 @@ class StalenessLedger:
         taken = self._counts[_S.RUNNING] + self._counts[_S.READY] + self._counts[_S.IN_TRAINING]
         return (self.max_staleness + 1) * self.batch_size - taken
 
-    def reachable(self) -> int:
-        """Upper bound on the episodes a caller can still be given before the next version."""
+    def reachable(self, *, more_to_come: bool = False) -> int:
+        """Upper bound on the episodes a caller can still be given before the next version.
+
+        ``more_to_come``: the queue can be filled, so that only the staleness rule bounds it.
+        """
         held = self._counts[_S.READY] + self._counts[_S.RUNNING]
-        return held + max(0, min(self._counts[_S.QUEUED], self.staleness_room()))
+        room = max(0, self.staleness_room())
+        return held + (room if more_to_come else min(self._counts[_S.QUEUED], room))
 
     def expired(self, version: int) -> list[int]:
         """Ready episodes that may not be trained on by ``version`` any more.

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
+from tandem.config.objects import load_object
 from tandem.errors import ConfigError, DataError
-from tandem.rollout.importing import import_object
 from tandem.store.records import EpisodeRecord
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def load_workflow(name: str, **kwargs: Any) -> RolloutWorkflow:
 
     Of ``STANDARD_ARGUMENTS`` a constructor gets those that it names, of the others all.
     """
-    factory = import_object(_BUILT_IN.get(name, name), field="rollout.workflow")
+    factory = load_object(_BUILT_IN.get(name, name), field="rollout.workflow")
     parameters = inspect.signature(factory).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         unknown = sorted(set(kwargs) - set(parameters) - STANDARD_ARGUMENTS)

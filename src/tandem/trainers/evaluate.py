@@ -44,11 +44,21 @@ class Evaluation:
 class HeldOut:
     """The evaluation of a run: its prompts, how they are completed and how scored."""
 
-    def __init__(self, config: EvalConfig, reward: RewardConfig, tokenizer: Any, *, seed: int):
+    def __init__(
+        self,
+        config: EvalConfig,
+        reward: RewardConfig,
+        tokenizer: Any,
+        *,
+        max_prompt_tokens: int,
+        seed: int,
+    ) -> None:
         if config.data is None:
             raise ValueError("HeldOut needs eval.data")
         self.config = config
-        self.prompts: PromptSource = open_prompts(config.data, tokenizer, seed=seed)
+        self.prompts: PromptSource = open_prompts(
+            config.data, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens
+        )
         self._tokenizer = tokenizer
         self._workflow = SingleTurnWorkflow(
             reward=load_reward(config.reward or reward),

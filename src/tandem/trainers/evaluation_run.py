@@ -9,8 +9,8 @@ from typing import Any
 
 from tandem.config import RLConfig, RolloutConfig, Root, SFTConfig
 from tandem.errors import ConfigError
-from tandem.models.loading import load_tokenizer, resolve_model
-from tandem.rollout import EmbeddedInferenceEngine
+from tandem.models.loading import context_length, load_tokenizer, resolve_model
+from tandem.rollout import open_inference_engine
 from tandem.trainers.evaluate import HeldOut
 from tandem.trainers.run import set_threads
 
@@ -34,15 +34,17 @@ def run_eval(config: Root) -> dict[str, Any]:
     path = resolve_model(config.model, seed=seed, workdir=Path(config.run.output_dir))
     reward = config.rollout.reward if isinstance(config, RLConfig) else config.reward
     tokenizer = load_tokenizer(config.model.tokenizer_path or path)
-    held_out = HeldOut(config.eval, reward, tokenizer, seed=seed)
-    engine = EmbeddedInferenceEngine(
+    held_out = HeldOut(
+        config.eval, reward, tokenizer, max_prompt_tokens=context_length(path) - 1, seed=seed
+    )
+    engine = open_inference_engine(
         config.inference,
         RolloutConfig(generation=config.eval.generation),
         model_path=path,
+        tokenizer=tokenizer,
         incarnation=uuid.uuid4().hex[:12],
         seed=seed,
     )
-    engine.initialize()
     try:
         started = time.monotonic()
         result = held_out.evaluate(engine)

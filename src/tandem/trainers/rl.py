@@ -22,11 +22,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tensordict import TensorDict
+
 from tandem.algorithms.objective import PolicyObjective
 from tandem.checkpoint import staging
 from tandem.config import RLConfig
 from tandem.data.prompts import PromptSource, open_prompts
-from tandem.models.loading import load_tokenizer, resolve_model
+from tandem.errors import ConfigError
+from tandem.models.loading import context_length, load_tokenizer, resolve_model
 from tandem.observe import (
     Progress,
     RunReport,
@@ -37,10 +40,10 @@ from tandem.observe import (
 )
 from tandem.rollout import (
     ComposedInferenceEngine,
-    EmbeddedInferenceEngine,
     RolloutWorkflow,
     load_reward,
     load_workflow,
+    open_inference_engine,
 )
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
@@ -75,7 +78,8 @@ class RLState:
     """What a checkpoint keeps of the loop itself."""
 
     step: int = 0
-    elapsed_s: float = 0.0
+    wall_s: float = 0.0
+    train_s: float = 0.0
     max_staleness_seen: int = 0
     mismatch_max: float = 0.0
     accuracies: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -88,6 +92,7 @@ def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSess
     """Start the engines, restore the newest checkpoint if there is one, release all at the end."""
     with ExitStack() as stack:
         tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+        config = _with_prompt_limit(config, model_path)
         prompts = open_prompts(
             config.data,
             tokenizer,
@@ -101,14 +106,14 @@ def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSess
         if config.algorithm.kl_coef > 0 and config.model.lora is None:
             reference = _open_train_engine(config, model_path, prompts)
             stack.callback(reference.destroy)
-        rollout = EmbeddedInferenceEngine(
+        rollout = open_inference_engine(
             config.inference,
             config.rollout,
             model_path=model_path,
+            tokenizer=tokenizer,
             incarnation=run.incarnation,
             seed=config.run.seed,
         )
-        rollout.initialize()
         stack.callback(rollout.destroy)
         progress = stack.enter_context(
             Progress("rl", total=config.steps, enabled=config.tracking.progress)
@@ -144,8 +149,14 @@ class RLSession:
         self.workflow = _open_workflow(config, tokenizer)
         self.held_out: HeldOut | None = None
         if config.eval.data is not None:
+            limit = config.rollout.max_prompt_tokens
+            assert limit is not None
             self.held_out = HeldOut(
-                config.eval, config.rollout.reward, tokenizer, seed=config.run.seed
+                config.eval,
+                config.rollout.reward,
+                tokenizer,
+                max_prompt_tokens=limit,
+                seed=config.run.seed,
             )
         self.state = RLState()
         self.last_evaluation: Evaluation | None = None
@@ -161,7 +172,7 @@ class RLSession:
             started = time.monotonic()
             metrics = self._step()
             self.state.step += 1
-            self.state.elapsed_s += time.monotonic() - started
+            self.state.train_s += time.monotonic() - started
             is_last = self.state.step == self.config.steps
             if is_last:
                 self.rollout.pause()
@@ -176,7 +187,8 @@ class RLSession:
     def _step(self) -> dict[str, float]:
         """One training batch: roll out, prepare, optimise, publish exactly one new version."""
         clock = _Clock()
-        batch = self.rollout.prepare_batch(self.prompts, self.workflow)
+        accept = has_signal if self.config.rollout.drop_zero_variance else None
+        batch = self.rollout.prepare_batch(self.prompts, self.workflow, accept)
         clock.lap("rollout")
         staleness = self.rollout.take_metrics()
         batch, metrics = prepare_batch(
@@ -252,8 +264,13 @@ class RLSession:
             self.train_engine.save_checkpoint(
                 str(target.path / "policy"), global_step=self.state.step
             )
-            target.manifest_extra["loop"] = dataclasses.asdict(self.state)
+            state = dataclasses.replace(self.state, wall_s=self._wall_s())
+            target.manifest_extra["loop"] = dataclasses.asdict(state)
             target.manifest_extra["rollout"] = self.rollout.state_dict()
+
+    def _wall_s(self) -> float:
+        """Of all starts of this run."""
+        return self.state.wall_s + self.run.elapsed_s()
 
     def restore(self) -> None:
         """Go on from the run's checkpoint, if it has one."""
@@ -277,8 +294,8 @@ class RLSession:
         summary = {
             "accuracy_before": state.accuracies.get("0"),
             "accuracy_after": state.accuracies.get(str(state.step)),
-            "wall_s": self.run.elapsed_s(),
-            "train_s": state.elapsed_s,
+            "wall_s": self._wall_s(),
+            "train_s": state.train_s,
             "steps": state.step,
             "seed": config.run.seed,
             "max_staleness_seen": state.max_staleness_seen,
@@ -324,6 +341,30 @@ class _Clock:
         return sum(self.laps.values())
 
 
+def has_signal(rows: TensorDict) -> bool:
+    """Whether the rewards of a group differ: else it has no gradient (DAPO, arXiv 2503.14476)."""
+    rewards_B = rows["rewards"]
+    scored = rewards_B[~rewards_B.isnan()]
+    return bool(scored.numel()) and bool(scored.max() > scored.min())
+
+
+def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
+    """``config`` with ``max_prompt_tokens`` set to what context and micro-batch leave room for."""
+    room = min(
+        context_length(model_path) - 1,
+        config.train.max_tokens_per_microbatch - config.rollout.generation.max_new_tokens,
+    )
+    limit = config.rollout.max_prompt_tokens or room
+    if limit > room or room < 1:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens: got {limit}, allowed: 1 to {room}; a prompt with its "
+            f"completion must fit train.max_tokens_per_microbatch "
+            f"({config.train.max_tokens_per_microbatch}) and the model's context"
+        )
+    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
+    return config.model_copy(update={"rollout": rollout})
+
+
 def _open_train_engine(config: RLConfig, model_path: str, prompts: PromptSource) -> TrainEngine:
     engine: TrainEngine = EngineRegistry.new(
         "language_model",
@@ -353,5 +394,7 @@ def _open_workflow(config: RLConfig, tokenizer: Any) -> RolloutWorkflow:
         tokenizer=tokenizer,
         seed=config.run.seed,
         min_group_size=rollout.min_group_size,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        overlong_prompt=rollout.overlong_prompt,
         **rollout.workflow_kwargs,
     )

@@ -48,7 +48,7 @@ def prepare_batch(
 ) -> tuple[TensorDict, Metrics]:
     """Everything that needs the whole training batch, before its first optimizer step."""
     batch = batch.copy()
-    batch["prox_logprobs"] = engine.forward(batch)["train_logprobs"]
+    batch["prox_logprobs"] = score(batch, engine)
     metrics = rollout_metrics(batch)
     metrics |= mismatch_metrics(batch["prox_logprobs"], batch["logprobs"], batch["loss_mask"])
     metrics |= same_version_mismatch(batch, engine.get_version())
@@ -64,14 +64,19 @@ def prepare_batch(
     return batch, metrics
 
 
+def score(batch: TensorDict, engine: TrainEngine) -> torch.Tensor:
+    """The engine's log-probabilities ``[B, T]`` of the batch at its sampling temperature."""
+    return engine.forward(batch, outputs=("train_logprobs",))["train_logprobs"]
+
+
 def reference_logprobs(
     batch: TensorDict, engine: TrainEngine, reference: TrainEngine | None
 ) -> torch.Tensor:
     """Log-probabilities of the policy that training started from."""
     if reference is not None:
-        return reference.forward(batch)["train_logprobs"]
-    with engine.disable_adapter():
-        return engine.forward(batch)["train_logprobs"]
+        return score(batch, reference)
+    with engine.reference():
+        return score(batch, engine)
 
 
 def minibatches(batch: TensorDict, config: AlgorithmConfig) -> Iterator[TensorDict]:

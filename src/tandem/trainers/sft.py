@@ -17,9 +17,10 @@ from tandem.checkpoint import CheckpointDir, latest, staging, supersede_newer
 from tandem.config import LoraConfig, RolloutConfig, SFTConfig, SFTStageConfig
 from tandem.data.batch import collate
 from tandem.data.demonstrations import Demonstration, DemonstrationSource, open_demonstrations
-from tandem.models.loading import load_tokenizer, resolve_model
+from tandem.errors import ConfigError
+from tandem.models.loading import context_length, load_tokenizer, resolve_model
 from tandem.observe import MetricsLogger, Progress, RunReport, final_screen, write_summary
-from tandem.rollout import EmbeddedInferenceEngine
+from tandem.rollout import ComposedInferenceEngine, open_inference_engine
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.publish import publish_weights
@@ -97,6 +98,12 @@ class SFTStage:
         self.config = config
         self.model_path = model_path
         self.tokenizer = load_tokenizer(tokenizer_path or model_path)
+        self.context = context_length(model_path)
+        if config.max_length > self.context:
+            raise ConfigError(
+                f"sft.max_length: got {config.max_length}, allowed: <= {self.context}, the context "
+                f"of the model in {model_path!r}"
+            )
         self.data: DemonstrationSource = open_demonstrations(config, self.tokenizer, seed=seed)
         self.step = 0
         per_epoch = -(-len(self.data) // config.batch_size)
@@ -189,11 +196,15 @@ class _Evaluator:
         self.held_out: HeldOut | None = None
         if config.eval.data is not None:
             self.held_out = HeldOut(
-                config.eval, config.reward, stage.tokenizer, seed=config.run.seed
+                config.eval,
+                config.reward,
+                stage.tokenizer,
+                max_prompt_tokens=stage.context - 1,
+                seed=config.run.seed,
             )
         self.accuracies: dict[str, float] = {}
         self.last: Evaluation | None = None
-        self._engine: EmbeddedInferenceEngine | None = None
+        self._engine: ComposedInferenceEngine | None = None
 
     def is_due(self, step: int) -> bool:
         every = self.config.eval.every
@@ -215,16 +226,16 @@ class _Evaluator:
         self.accuracies[str(step)] = self.last.accuracy
         return self.last.as_metrics("heldout", self.config.eval.samples)
 
-    def _started(self) -> EmbeddedInferenceEngine:
+    def _started(self) -> ComposedInferenceEngine:
         if self._engine is None:
-            self._engine = EmbeddedInferenceEngine(
+            self._engine = open_inference_engine(
                 self.config.inference,
                 RolloutConfig(generation=self.config.eval.generation),
                 model_path=self.stage.model_path,
+                tokenizer=self.stage.tokenizer,
                 incarnation=self.run.incarnation,
                 seed=self.config.run.seed,
             )
-            self._engine.initialize()
         return self._engine
 
     def state(self) -> dict[str, Any]:

@@ -106,6 +106,7 @@ class EmbeddedCore:
         """
         self._waiting.append(accept(ticket, request, self.limits, self._clock()))
 
+    @torch.inference_mode()
     def abort(self, tickets: set[int]) -> list[Finished]:
         """End requests now; what they made so far is in their responses."""
         kept = deque(job for job in self._waiting if job.ticket not in tickets)

@@ -49,6 +49,12 @@ from tandem.testing.numerics.machinery import (
     check_packing,
     check_staleness,
 )
+from tandem.testing.numerics.optimizer import (
+    check_adamw,
+    check_grad_clip,
+    check_lr_schedule,
+    check_precision,
+)
 from tandem.testing.numerics.supervised import (
     check_bradley_terry,
     check_reward_model,
@@ -123,5 +129,9 @@ CHECKS: dict[str, Callable[[Case], Results]] = {
     "karmarkar_karp": check_karmarkar_karp,
     "micro_batch_packing": check_packing,
     "staleness": check_staleness,
+    "adamw": check_adamw,
+    "precision": check_precision,
+    "lr_schedule": check_lr_schedule,
+    "grad_clip": check_grad_clip,
 }
 """Algorithm name of a case -> its check."""
