@@ -43,6 +43,11 @@ def named(name: str, **kwargs: Any) -> Reward:
         ("numeric_match", "x = -3", "-3", 1),
         ("numeric_match", "none", "-3", 0),
         ("numeric_match", "1/0", "1", 0),
+        ("concise_number", " 16\n", "16", 1),
+        ("concise_number", "-3", "-3", 1),
+        ("concise_number", "8 + 8 = 16", "16", 0.5),
+        ("concise_number", "16.", "16", 0.5),
+        ("concise_number", "17", "16", 0),
         ("gsm8k", "so 3+4\n#### 7", "some steps\n#### 7", 1),
         ("gsm8k", "the answer is 7", "#### 7", 1),
         ("gsm8k", "7\n#### 8", "#### 7", 0),
@@ -88,16 +93,16 @@ def test_a_function_gets_the_columns_that_it_names(tmp_path: Path) -> None:
     assert score(named(f"{file}:later"), "ab", answer=5, prompt="again") == 3
     with pytest.raises(ConfigError, match="not a function"):
         load_function(f"{file}:not_callable", {})
-    with pytest.raises(ConfigError, match="no attribute 'gone'"):
+    with pytest.raises(ConfigError, match="has no 'gone'"):
         load_function(f"{file}:gone", {})
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exactmatch", "allowed: auto, exact_match"),
-        ("no/such/file.py:f", "no such file"),
-        ("no_such_module:f", "cannot import"),
+        ("exactmatch", "allowed: auto, concise_number"),
+        ("no/such/file.py:f", "no file"),
+        ("no_such_module:f", "importing 'no_such_module' failed"),
         (":f", "path/to/file.py:name"),
     ],
 )

@@ -10,7 +10,7 @@ from tandem.types import FinetuneSpec
 VOCABULARY = 61
 
 
-def save_qwen3(path, *, tied=False, dropout=0.0, seed=0):
+def save_qwen3(path, *, tied=False, seed=0):
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -22,7 +22,6 @@ def save_qwen3(path, *, tied=False, dropout=0.0, seed=0):
         head_dim=8,
         max_position_embeddings=128,
         tie_word_embeddings=tied,
-        attention_dropout=dropout,
         initializer_range=0.2,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)

@@ -55,6 +55,7 @@ def test_an_untied_head_is_saved_whatever_the_config_says(make_engine, tied_path
     engine.model.lm_head.weight = head
     engine.save(SaveLoadMeta(str(tmp_path / "model")))
     loaded = reference.load(tmp_path / "model")
+    assert loaded.config.tie_word_embeddings is False
     assert torch.equal(loaded.lm_head.weight, head)
     assert not torch.equal(loaded.model.embed_tokens.weight, head)
 

@@ -6,9 +6,19 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from tandem.data.batch import collate
 from tandem.errors import CapabilityError, DataError
 from tests.train import reference
-from tests.train.conftest import VOCABULARY, left_padded, make_batch, make_rows, save_qwen3
+from tests.train.conftest import VOCABULARY, left_padded, make_batch, make_rows, nll
 
 LENGTHS = [3, 9, 5, 7]
+
+
+def save_gpt2(path, **dropout):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32,
+        initializer_range=0.2, **dropout,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +48,9 @@ def test_left_padded_scores_come_back_left_padded(make_engine, expected):
 
 
 def test_learned_positions_do_not_see_the_padding(make_engine, tmp_path):
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=32, initializer_range=0.2
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    path = save_gpt2(tmp_path)
     batch = left_padded(make_batch([3, 5]))
-    found = make_engine(str(tmp_path)).forward(batch)["train_logprobs"]
+    found = make_engine(path).forward(batch)["train_logprobs"]
     with torch.no_grad():
         plain = reference.logprobs(reference.load(tmp_path), make_rows([3, 5])[0]["input_ids"])
     torch.testing.assert_close(found[0, 2:], plain, rtol=0, atol=1e-5)
@@ -148,15 +154,24 @@ def test_a_hook_result_of_another_length_is_refused(make_engine):
 # --- modes ----------------------------------------------------------------------------------------
 
 
-def test_dropout_of_the_model_is_off_and_the_mode_comes_back(make_engine, tmp_path):
-    engine = make_engine(save_qwen3(tmp_path / "m", dropout=0.5))
+def test_dropout_of_the_model_is_off_so_the_first_ratio_is_one(make_engine, tmp_path):
+    path = save_gpt2(tmp_path, resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    engine = make_engine(path)
     batch = make_batch(LENGTHS)
-    assert engine.model.training
     first, second = (engine.forward(batch)["train_logprobs"] for _ in range(2))
     assert torch.equal(first, second)
+    trained = engine.forward_backward_batch(batch, nll, return_outputs=True)
+    torch.testing.assert_close(trained.outputs["train_logprobs"], first, rtol=0, atol=1e-5)
+
+
+def test_scoring_leaves_the_mode_as_it_was(make_engine):
+    engine = make_engine()
+    assert engine.model.training
+    engine.forward(make_batch(LENGTHS))
     assert engine.model.training
     engine.eval()
-    engine.forward(batch)
+    engine.forward(make_batch(LENGTHS))
+    engine.train_batch(make_batch(LENGTHS), nll)
     assert not engine.model.training
 
 

@@ -62,6 +62,20 @@ def numeric_match(
     return float(_equal(last_number(completion), expected, tolerance))
 
 
+def concise_number(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    answer: Any,
+    **data: Any,
+) -> float:
+    """``numeric_match``, of which half is kept back when there is more than the number."""
+    right = numeric_match(prompt, completion, prompt_ids, completion_ids, answer=answer)
+    return right if _NUMBER.fullmatch(completion.strip()) else right / 2
+
+
 def gsm8k(
     prompt: Any,
     completion: str,
@@ -119,13 +133,14 @@ def auto(
 
 BUILT_IN: dict[str, RewardFunction] = {
     "auto": auto,
+    "concise_number": concise_number,
     "exact_match": exact_match,
     "gsm8k": gsm8k,
     "numeric_match": numeric_match,
     "reasoning_gym": reasoning_gym,
 }
 
-INSTANT = frozenset({exact_match, gsm8k, numeric_match})
+INSTANT = frozenset({concise_number, exact_match, gsm8k, numeric_match})
 """Fast enough, for any completion, to be called in the rollout thread itself."""
 
 

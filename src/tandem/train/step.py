@@ -86,7 +86,7 @@ def run_microbatches(
             collector.add(rows if keep else [], outputs)
             continue
         # Positions that no one asks for are not projected to the vocabulary.
-        predict = None if keep or not backward else trained_mask(batch, rows)
+        predict = None if keep or loss_fn is None else trained_mask(batch, rows)
         with torch.set_grad_enabled(backward):
             outputs = _score(engine, batch, rows, names | set(keep), predict)
             if loss_fn is not None:
