@@ -48,7 +48,7 @@ from tandem.rollout import (
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.publish import publish_weights
-from tandem.trainers.rl_batch import build_objective, minibatches, prepare_batch
+from tandem.trainers.rl_batch import build_objective, minibatches, prepare_batch, select_tokens
 from tandem.trainers.run import Run, open_run
 from tandem.trainers.sft import run_stage
 from tandem.types import FinetuneSpec, SaveLoadMeta
@@ -211,6 +211,7 @@ class RLSession:
         return metrics
 
     def _optimizer_step(self, minibatch: Any) -> dict[str, float]:
+        minibatch = select_tokens(minibatch, self.train_engine, self.config.algorithm)
         result = self.train_engine.train_batch(minibatch, self.objective)
         self.train_engine.lr_scheduler_step()
         return result

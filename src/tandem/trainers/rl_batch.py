@@ -18,6 +18,12 @@ from tandem.algorithms.aggregation import loss_weights
 from tandem.algorithms.correction import behaviour_correction
 from tandem.algorithms.mismatch import mismatch_metrics
 from tandem.algorithms.objective import PolicyObjective
+from tandem.algorithms.policy.covariance import (
+    clip_cov_candidates,
+    select_clip_cov,
+    select_kl_cov,
+    token_covariance,
+)
 from tandem.config import AlgorithmConfig
 from tandem.train import TrainEngine
 
@@ -26,7 +32,7 @@ Metrics = dict[str, float]
 
 def build_objective(config: AlgorithmConfig) -> PolicyObjective:
     params: dict[str, float] = {}
-    if config.policy_loss in ("ppo_clip", "dual_clip", "gspo", "cispo"):
+    if config.policy_loss in ("ppo_clip", "gspo", "cispo", "clip_cov"):
         params = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     if config.dual_clip is not None:
         params["dual_clip"] = config.dual_clip
@@ -98,6 +104,32 @@ def minibatches(batch: TensorDict, config: AlgorithmConfig) -> Iterator[TensorDi
             if config.entropy_coef > 0:
                 minibatch["entropy_loss_weights"] = weights
             yield minibatch
+
+
+def select_tokens(
+    minibatch: TensorDict, engine: TrainEngine, config: AlgorithmConfig
+) -> TensorDict:
+    """For Clip-Cov and KL-Cov: which tokens of this optimizer step are held back, by the present
+    policy's log-probabilities. Other losses get the mini-batch as it is."""
+    if config.policy_loss not in ("clip_cov", "kl_cov"):
+        return minibatch
+    mask_BT, advantages_BT = minibatch["loss_mask"], minibatch["advantages"]
+    logprobs_BT = score(minibatch, engine)
+    covariance_BT = token_covariance(logprobs_BT, advantages_BT, mask_BT)
+    if config.policy_loss == "kl_cov":
+        minibatch["cov_selected"] = select_kl_cov(covariance_BT, mask_BT)
+        return minibatch
+    candidates_BT = clip_cov_candidates(
+        covariance_BT,
+        logprobs_BT,
+        minibatch["prox_logprobs"],
+        advantages_BT,
+        mask_BT,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+    )
+    minibatch["cov_selected"] = select_clip_cov(candidates_BT, mask_BT)
+    return minibatch
 
 
 def rollout_metrics(batch: TensorDict) -> Metrics:

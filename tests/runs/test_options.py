@@ -1,0 +1,93 @@
+"""Options of the objective and of the loop, each through a whole run."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.algorithms.policy import POLICY_LOSSES
+from tandem.trainers import run_rl
+from tests.runs.conftest import Bed, metrics
+
+
+def steps_of(bed: Bed, *overrides: str, name: str = "run") -> list[dict[str, float]]:
+    """The metrics of the training steps of a run without evaluation."""
+    run_rl(bed.config("eval.data=null", "checkpoint.export_model=false", *overrides, name=name))
+    return [row for row in metrics(bed.run_dir(name)) if row["step"] > 0]
+
+
+@pytest.mark.parametrize("lora", [(), ("model.lora.rank=4",)], ids=["full", "lora"])
+def test_divergence_from_the_reference_starts_at_zero_and_grows(bed: Bed, lora: tuple[str, ...]):
+    rows = steps_of(bed, "algorithm.kl_coef=0.1", "train.lr=5e-3", *lora)
+    first, *later = [row["actor/kl_loss"] for row in rows]
+    assert first == 0.0
+    assert min(later) > 1e-5
+
+
+def test_reference_stays_that_of_the_start_after_a_resume(bed: Bed):
+    options = ("algorithm.kl_coef=0.1", "train.lr=5e-3", "eval.data=null", "checkpoint.every=1")
+    run_rl(bed.config(*options, "steps=4", name="reference"))
+    run_rl(bed.config(*options, "steps=2"))
+    run_rl(bed.config(*options, "steps=4"), resume=True)
+    resumed, reference = metrics(bed.run_dir()), metrics(bed.run_dir("reference"))
+    assert [row["actor/kl_loss"] for row in resumed] == [
+        row["actor/kl_loss"] for row in reference
+    ]
+
+
+def test_a_penalty_on_divergence_keeps_the_policy_near_the_reference(bed: Bed):
+    options = ("steps=8", "train.lr=5e-3")
+    free = steps_of(bed, *options, "algorithm.kl_coef=1e-6", name="free")
+    tied = steps_of(bed, *options, "algorithm.kl_coef=10", name="tied")
+    assert tied[-1]["actor/kl_loss"] < 0.5 * free[-1]["actor/kl_loss"]
+
+
+def test_decoupled_objective_weighs_nothing_while_the_sampler_is_the_policy(bed: Bed):
+    options = ("steps=1", "train.lr=1e-3")
+    plain = steps_of(bed, *options, name="plain")
+    decoupled = steps_of(bed, *options, "algorithm.decoupled=true", name="decoupled")
+    assert decoupled[0]["actor/grad_norm"] == pytest.approx(plain[0]["actor/grad_norm"], rel=1e-4)
+
+
+def test_minibatches_and_epochs_multiply_the_optimizer_steps(bed: Bed):
+    options = ("steps=2", "rollout.group_size=8", "train.schedule=linear", "train.min_lr_ratio=0")
+    whole = steps_of(bed, *options, name="whole")
+    parts = steps_of(bed, *options, "algorithm.minibatches=2", "algorithm.epochs=2", name="parts")
+    # Linear decay over 2 optimizer steps, and over 8; a step's rate is the mean of its own.
+    assert [row["actor/lr"] for row in whole] == pytest.approx([1e-3, 0.5e-3])
+    assert [row["actor/lr"] for row in parts] == pytest.approx(
+        [1e-3 * (8 + 7 + 6 + 5) / 32, 1e-3 * (4 + 3 + 2 + 1) / 32]
+    )
+    assert [row["actor/num_rows"] for row in whole] == [32, 32]
+    assert [row["actor/num_rows"] for row in parts] == [16, 16]
+    # The first optimizer step is on policy, the others of the same batch are not.
+    assert whole[0]["actor/ppo_kl"] == pytest.approx(0, abs=1e-6)
+    assert abs(parts[0]["actor/ppo_kl"]) > 1e-4
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_every_policy_loss_trains_through_the_engines(bed: Bed, name: str):
+    (row,) = steps_of(bed, "steps=1", f"algorithm.policy_loss={name}")
+    assert row["actor/update_successful"] == 1
+    assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("stale_policy", ["drop", "mask", "wait"])
+def test_asynchronous_batches_obey_the_staleness_bound(bed: Bed, stale_policy: str):
+    rows = steps_of(
+        bed, "steps=6", "rollout.max_staleness=2", f"rollout.stale_policy={stale_policy}"
+    )
+    assert max(row["staleness/max"] for row in rows) <= 2
+    assert rows[0]["staleness/max"] == 0
+
+
+def test_entropy_bonus_and_masking_of_truncated_samples(bed: Bed):
+    rows = steps_of(
+        bed, "algorithm.entropy_coef=0.01", "algorithm.mask_truncated=true", "steps=2"
+    )
+    assert all(row["actor/entropy"] > 0 for row in rows)
+
+
+def test_scripted_engine_drives_the_loop(bed: Bed):
+    rows = steps_of(bed, "inference.backend=scripted", "steps=2", "algorithm.decoupled=true")
+    assert [row["actor/update_successful"] for row in rows] == [1, 1]
+    assert all("reward/mean" in row for row in rows)
