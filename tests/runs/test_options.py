@@ -29,9 +29,7 @@ def test_reference_stays_that_of_the_start_after_a_resume(bed: Bed):
     run_rl(bed.config(*options, "steps=2"))
     run_rl(bed.config(*options, "steps=4"), resume=True)
     resumed, reference = metrics(bed.run_dir()), metrics(bed.run_dir("reference"))
-    assert [row["actor/kl_loss"] for row in resumed] == [
-        row["actor/kl_loss"] for row in reference
-    ]
+    assert [row["actor/kl_loss"] for row in resumed] == [row["actor/kl_loss"] for row in reference]
 
 
 def test_a_penalty_on_divergence_keeps_the_policy_near_the_reference(bed: Bed):
@@ -81,9 +79,7 @@ def test_asynchronous_batches_obey_the_staleness_bound(bed: Bed, stale_policy: s
 
 
 def test_entropy_bonus_and_masking_of_truncated_samples(bed: Bed):
-    rows = steps_of(
-        bed, "algorithm.entropy_coef=0.01", "algorithm.mask_truncated=true", "steps=2"
-    )
+    rows = steps_of(bed, "algorithm.entropy_coef=0.01", "algorithm.mask_truncated=true", "steps=2")
     assert all(row["actor/entropy"] > 0 for row in rows)
 
 

@@ -21,7 +21,9 @@ KEPT = ("actor/loss", "actor/grad_norm", "sft/loss", "sft/grad_norm", "reward/me
 
 def curve(run_dir: Path) -> list[dict[str, float]]:
     """What training computed at each step, without times."""
-    return [{name: row[name] for name in ("step", *KEPT) if name in row} for row in metrics(run_dir)]
+    return [
+        {name: row[name] for name in ("step", *KEPT) if name in row} for row in metrics(run_dir)
+    ]
 
 
 def weights(model_dir: Path) -> dict[str, bytes]:
