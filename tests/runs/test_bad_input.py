@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from tandem.checkpoint import tensors
 from tandem.trainers import run_rl
 from tests.runs.conftest import Bed, Ended, metrics, write_rows

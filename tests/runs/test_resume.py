@@ -163,3 +163,20 @@ def test_killed_generator_ends_the_run_with_an_error_that_names_it(bed: Bed, lau
     assert "error: the child engine ended with exit code -9" in started.log.read_text()
     assert run_rl(bed.config(*ASYNCHRONOUS), resume=True)["steps"] == 12
     assert [row["step"] for row in metrics(run_dir)] == list(range(13))
+
+
+def test_resuming_a_finished_run_changes_nothing(bed: Bed):
+    first = run_rl(bed.config())
+    curve_before, weights_before = curve(bed.run_dir()), weights(bed.run_dir() / "model")
+    again = run_rl(bed.config(), resume=True)
+    assert curve(bed.run_dir()) == curve_before
+    assert weights(bed.run_dir() / "model") == weights_before
+    for name in ("accuracy_before", "accuracy_after", "steps", "max_staleness_seen"):
+        assert again[name] == first[name], name
+
+
+def test_a_run_can_be_prolonged(bed: Bed):
+    run_rl(bed.config("steps=2"))
+    run_rl(bed.config("steps=5"), resume=True)
+    run_rl(bed.config("steps=5", name="reference"))
+    assert_same_run(bed.run_dir(), bed.run_dir("reference"), 5)
