@@ -1,7 +1,7 @@
 """Run a recipe with several seeds, each in a process of its own, and collect what it reached.
 
-    python benchmarks/recipe.py quickstart --seeds 0 1 2 3 4 --json quickstart.json
-    python benchmarks/recipe.py quickstart --seeds 0 1 --set rollout.max_staleness=0
+python benchmarks/recipe.py quickstart --seeds 0 1 2 3 4 --json quickstart.json
+python benchmarks/recipe.py quickstart --seeds 0 1 --set rollout.max_staleness=0
 """
 
 from __future__ import annotations

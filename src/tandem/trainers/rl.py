@@ -83,7 +83,7 @@ class RLState:
     max_staleness_seen: int = 0
     mismatch_max: float = 0.0
     accuracies: dict[str, float] = dataclasses.field(default_factory=dict)
-    rewards: list[float] = dataclasses.field(default_factory=list)
+    rewards: list[float | None] = dataclasses.field(default_factory=list)
     samples_before: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
@@ -123,30 +123,25 @@ def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSess
         yield session
 
 
+@dataclasses.dataclass
 class RLSession:
     """The engines of one start of a run and the loop over them."""
 
-    def __init__(
-        self,
-        config: RLConfig,
-        run: Run,
-        tokenizer: Any,
-        prompts: PromptSource,
-        train: TrainEngine,
-        reference: TrainEngine | None,
-        rollout: ComposedInferenceEngine,
-        progress: Progress,
-    ) -> None:
-        self.config = config
-        self.run = run
-        self.tokenizer = tokenizer
-        self.prompts = prompts
-        self.train_engine = train
-        self.reference = reference
-        self.rollout = rollout
-        self.progress = progress
+    config: RLConfig
+    run: Run
+    tokenizer: Any
+    prompts: PromptSource
+    train_engine: TrainEngine
+    reference: TrainEngine | None
+    rollout: ComposedInferenceEngine
+    progress: Progress
+
+    def __post_init__(self) -> None:
+        config = self.config
+        self.state = RLState()
         self.objective: PolicyObjective = build_objective(config.algorithm)
-        self.workflow = _open_workflow(config, tokenizer)
+        self.workflow = _open_workflow(config, self.tokenizer)
+        self.last_evaluation: Evaluation | None = None
         self.held_out: HeldOut | None = None
         if config.eval.data is not None:
             limit = config.rollout.max_prompt_tokens
@@ -154,12 +149,10 @@ class RLSession:
             self.held_out = HeldOut(
                 config.eval,
                 config.rollout.reward,
-                tokenizer,
+                self.tokenizer,
                 max_prompt_tokens=limit,
                 seed=config.run.seed,
             )
-        self.state = RLState()
-        self.last_evaluation: Evaluation | None = None
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -242,7 +235,7 @@ class RLSession:
                 f"trained on a token {state.max_staleness_seen} versions old, allowed: "
                 f"{self.config.rollout.max_staleness}"
             )
-        state.rewards.append(metrics.get("reward/mean", float("nan")))
+        state.rewards.append(metrics.get("reward/mean"))
         self.run.metrics.log(state.step, metrics)
         self.progress.update(state.step, metrics)
 
