@@ -19,13 +19,14 @@ SMALL = (
     "model.tiny.hidden_size=32",
     "model.tiny.num_layers=2",
     "model.tiny.intermediate_size=64",
-    "warmup.steps=5",
-    "warmup.batch_size=8",
-    "warmup.data.size=50",
+    "warmup.steps=40",
+    "warmup.batch_size=32",
+    "warmup.data.size=200",
     "data.size=50",
     "eval.data.size=8",
     "rollout.batch_size=4",
     "rollout.group_size=4",
+    "rollout.max_staleness=0",
     "inference.mode=inprocess",
     "tracking.progress=false",
 )
@@ -61,7 +62,7 @@ def test_custom_reward_and_workflow_make_the_training_signal(
     rows = metrics(run_dir)[1:]
     assert len(rows) == 2
     # Partial credit: not what the task's own scorer gives a model that has barely been warmed up.
-    assert all(0 < row["reward/mean"] < 1.1 for row in rows)
+    assert all(0.02 < row["reward/mean"] < 1.1 for row in rows)
 
 
 def test_letters_in_place_counts_from_the_left(monkeypatch: pytest.MonkeyPatch):
