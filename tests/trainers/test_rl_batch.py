@@ -6,12 +6,16 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tandem.config import AlgorithmConfig
+from tandem.algorithms.objective import PolicyObjective
+from tandem.config import AlgorithmConfig, TrainConfig
+from tandem.train import EngineRegistry
 from tandem.trainers.rl_batch import (
+    Recorder,
     build_objective,
     minibatches,
     rollout_metrics,
     same_version_mismatch,
+    score,
     select_tokens,
 )
 
@@ -136,3 +140,40 @@ def test_clip_range_of_the_configuration_reaches_the_loss():
     assert build_objective(config).policy_kwargs == {"clip_low": 0.1, "clip_high": 0.3}
     config = AlgorithmConfig(policy_loss="clip_cov", clip_low=0.1, clip_high=0.3)
     assert build_objective(config).policy_kwargs == {"clip_low": 0.1, "clip_high": 0.3}
+
+
+def test_single_step_equals_a_separate_pass_for_prox(tiny_model_dir):
+    """Same loss, same update and the same recorded log-probabilities, over several micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    batch = make_batch([1, 3, 5, 4], episodes=[1, 1, 2, 2])
+    batch["input_ids"] = torch.randint(3, 20, (4, 6), generator=generator)
+    batch["advantages"] = torch.randn(4, 6, generator=generator) * batch["loss_mask"]
+    results = []
+    for single_step in (True, False):
+        engine = EngineRegistry.new(
+            "language_model",
+            "local",
+            config=TrainConfig(lr=1e-2, microbatch_size=2),
+            model_path=str(tiny_model_dir),
+        )
+        engine.initialize()
+        objective = PolicyObjective(single_step=single_step)
+        given = batch.copy()
+        if single_step:
+            del given["prox_logprobs"]
+            expected = score(given, engine)
+            objective = Recorder(objective, given)
+        else:
+            given["prox_logprobs"] = score(given, engine)
+        (minibatch,) = minibatches(given, AlgorithmConfig())
+        step = engine.train_batch(minibatch, objective)
+        mask = batch["loss_mask"]
+        assert torch.allclose(given["prox_logprobs"][mask], expected[mask], atol=1e-6)
+        weights = torch.cat([p.detach().flatten() for p in engine.parameters().values()])
+        results.append((step["loss"], step["grad_norm"], weights))
+        engine.destroy()
+    (loss, norm, weights), (other_loss, other_norm, other_weights) = results
+    assert loss == pytest.approx(other_loss, abs=1e-7)
+    assert norm == pytest.approx(other_norm, rel=1e-6)
+    assert norm > 0.1
+    assert torch.allclose(weights, other_weights, atol=1e-6)

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 class PolicyObjective:
     """``sum(w * policy) + kl_coef * sum(w_kl * KL) - entropy_coef * sum(w_entropy * entropy)``.
 
-    The ratio is taken against ``prox_logprobs``. ``w`` is ``loss_weights``, times
+    The ratio is taken against ``prox_logprobs``; with ``single_step``, for a training batch that is
+    one optimizer step, against the policy's own value in the same pass, which is what they would
+    be. ``w`` is ``loss_weights``, times
     ``behaviour_weights`` when the batch has them; ``w_kl`` and ``w_entropy`` are
     ``kl_loss_weights`` and ``entropy_loss_weights``. ``policy_kwargs`` go to the policy loss.
     """
@@ -40,6 +42,7 @@ class PolicyObjective:
     kl_estimator: str = "k3"
     kl_gradient: KLGradient = "auto"
     entropy_coef: float = 0.0
+    single_step: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
@@ -63,7 +66,7 @@ class PolicyObjective:
         logprobs = outputs["train_logprobs"]
         policy_BT, stats = POLICY_LOSSES[self.policy_loss](
             logprobs,
-            _get(microbatch, "prox_logprobs"),
+            logprobs.detach() if self.single_step else _get(microbatch, "prox_logprobs"),
             _get(microbatch, "advantages"),
             mask,
             **{key: _get(microbatch, key) for key in POLICY_BATCH_KEYS.get(self.policy_loss, ())},

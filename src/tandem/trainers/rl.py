@@ -48,10 +48,17 @@ from tandem.rollout import (
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.publish import publish_weights
-from tandem.trainers.rl_batch import build_objective, minibatches, prepare_batch, select_tokens
+from tandem.trainers.rl_batch import (
+    Recorder,
+    build_objective,
+    minibatches,
+    mismatch,
+    prepare_batch,
+    select_tokens,
+)
 from tandem.trainers.run import Run, open_run
 from tandem.trainers.sft import run_stage
-from tandem.types import FinetuneSpec, SaveLoadMeta
+from tandem.types import FinetuneSpec, LossFn, SaveLoadMeta
 
 log = logging.getLogger(__name__)
 
@@ -188,10 +195,14 @@ class RLSession:
             batch, self.train_engine, self.config.algorithm, reference=self.reference
         )
         clock.lap("prepare")
+        objective = (
+            Recorder(self.objective, batch) if self.objective.single_step else self.objective
+        )
         steps = [
-            self._optimizer_step(minibatch)
+            self._optimizer_step(minibatch, objective)
             for minibatch in minibatches(batch, self.config.algorithm)
         ]
+        metrics |= mismatch(batch, self.train_engine.get_version())
         means = mean_metrics(steps)
         metrics |= {n if "/" in n else f"actor/{n}": value for n, value in means.items()}
         clock.lap("train")
@@ -203,9 +214,9 @@ class RLSession:
         metrics["perf/tokens_per_s"] = metrics["perf/num_tokens"] / total
         return metrics
 
-    def _optimizer_step(self, minibatch: Any) -> dict[str, float]:
+    def _optimizer_step(self, minibatch: TensorDict, objective: LossFn) -> dict[str, float]:
         minibatch = select_tokens(minibatch, self.train_engine, self.config.algorithm)
-        result = self.train_engine.train_batch(minibatch, self.objective)
+        result = self.train_engine.train_batch(minibatch, objective)
         self.train_engine.lr_scheduler_step()
         return result
 

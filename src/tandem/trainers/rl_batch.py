@@ -1,14 +1,16 @@
 """From the rows of a rollout to optimizer steps: what is computed once per training batch.
 
-    rows -> prox (and reference) log-probabilities -> mismatch metrics -> final masks -> advantages
+    rows -> prox (and reference) log-probabilities -> final masks -> advantages
          -> mini-batches of whole episodes -> one set of loss weights for each optimizer step
 
-Losses and estimators themselves live in ``algorithms/``.
+A training batch that is one optimizer step needs no pass of its own for the prox log-probabilities:
+they are those of the training pass, where ``Recorder`` takes them. Losses and estimators live in
+``algorithms/``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from tensordict import TensorDict
@@ -26,6 +28,7 @@ from tandem.algorithms.policy.covariance import (
 )
 from tandem.config import AlgorithmConfig
 from tandem.train import TrainEngine
+from tandem.types import Metric
 
 Metrics = dict[str, float]
 
@@ -42,7 +45,32 @@ def build_objective(config: AlgorithmConfig) -> PolicyObjective:
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
         entropy_coef=config.entropy_coef,
+        single_step=is_single_step(config),
     )
+
+
+def is_single_step(config: AlgorithmConfig) -> bool:
+    """Whether nothing needs the policy's log-probabilities before the (only) optimizer step."""
+    needs_them_before = config.decoupled or config.policy_loss in ("clip_cov", "kl_cov")
+    return config.epochs * config.minibatches == 1 and not needs_them_before
+
+
+class Recorder:
+    """The objective; the log-probabilities that it sees become ``prox_logprobs`` of the batch."""
+
+    def __init__(self, objective: PolicyObjective, batch: TensorDict) -> None:
+        self._objective = objective
+        self._prox_BT = torch.zeros_like(batch["logprobs"])
+        batch["prox_logprobs"] = self._prox_BT
+        batch["rows"] = torch.arange(len(batch))
+        self.required_outputs = objective.required_outputs
+
+    def __call__(
+        self, outputs: Mapping[str, torch.Tensor], microbatch: TensorDict
+    ) -> tuple[torch.Tensor, dict[str, Metric]]:
+        seen = outputs["train_logprobs"].detach().to(self._prox_BT)
+        self._prox_BT.index_copy_(0, microbatch["rows"].to(seen.device), seen)
+        return self._objective(outputs, microbatch)
 
 
 def prepare_batch(
@@ -54,10 +82,9 @@ def prepare_batch(
 ) -> tuple[TensorDict, Metrics]:
     """Everything that needs the whole training batch, before its first optimizer step."""
     batch = batch.copy()
-    batch["prox_logprobs"] = score(batch, engine)
+    if not is_single_step(config):
+        batch["prox_logprobs"] = score(batch, engine)
     metrics = rollout_metrics(batch)
-    metrics |= mismatch_metrics(batch["prox_logprobs"], batch["logprobs"], batch["loss_mask"])
-    metrics |= same_version_mismatch(batch, engine.get_version())
     if config.kl_coef > 0:
         batch["ref_logprobs"] = reference_logprobs(batch, engine, reference)
     if config.mask_truncated:
@@ -148,6 +175,12 @@ def rollout_metrics(batch: TensorDict) -> Metrics:
         metrics["reward/mean"] = float(rewards_B.mean())
         metrics["reward/std"] = float(rewards_B.std(correction=0))
     return metrics
+
+
+def mismatch(batch: TensorDict, version: int) -> Metrics:
+    """Sampler against trainer, on all trained tokens and on those made by ``version``."""
+    everywhere = mismatch_metrics(batch["prox_logprobs"], batch["logprobs"], batch["loss_mask"])
+    return everywhere | same_version_mismatch(batch, version)
 
 
 def same_version_mismatch(batch: TensorDict, version: int) -> Metrics:
