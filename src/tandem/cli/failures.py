@@ -5,12 +5,13 @@ The exit codes themselves are the attributes ``exit_code`` of ``tandem.errors``.
 
 from __future__ import annotations
 
+import errno
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tandem.errors import Preempted, TandemError
+from tandem.errors import CheckpointError, Preempted, TandemError
 
 INTERRUPTED = 130
 
@@ -29,7 +30,13 @@ def report_failures(*, debug: bool = False) -> Iterator[None]:
     except KeyboardInterrupt:
         sys.stderr.write("stopped: interrupted\n")
         sys.exit(INTERRUPTED)
-    except Exception:
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            sys.stderr.write(
+                f"error: no space left for {error.filename or 'a file of the run'}; free disk "
+                "space and go on with --resume from the last checkpoint\n"
+            )
+            sys.exit(CheckpointError.exit_code)
         traceback.print_exc()
         sys.stderr.write(
             "error: this is a bug in tandem or in code that it was given; please report it with "

@@ -15,6 +15,8 @@ RESUMABLE_CHANGES: tuple[str, ...] = (
     "steps",
     "sft.steps",
     "sft.epochs",
+    "sft.checkpoint_every",
+    "warmup.checkpoint_every",
     "eval.every",
     "eval.batch_size",
     "checkpoint.*",

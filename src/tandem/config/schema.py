@@ -158,8 +158,8 @@ class AlgorithmConfig(Section):
     advantage: str = "grpo"
     advantage_kwargs: dict[str, Any] = {}
     policy_loss: str = "ppo_clip"
-    clip_low: NonNegativeFloat = 0.2
-    clip_high: NonNegativeFloat = 0.28
+    clip_low: NonNegativeFloat | None = Field(None, description="None: the policy loss's own")
+    clip_high: NonNegativeFloat | None = Field(None, description="None: the policy loss's own")
     dual_clip: Annotated[float, Field(gt=1)] | None = None
     aggregation: Literal[
         "token-mean",

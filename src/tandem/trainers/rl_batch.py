@@ -34,19 +34,20 @@ Metrics = dict[str, float]
 
 
 def build_objective(config: AlgorithmConfig) -> PolicyObjective:
-    params: dict[str, float] = {}
-    if config.policy_loss in ("ppo_clip", "gspo", "cispo", "clip_cov"):
-        params = {"clip_low": config.clip_low, "clip_high": config.clip_high}
-    if config.dual_clip is not None:
-        params["dual_clip"] = config.dual_clip
     return PolicyObjective(
         policy_loss=config.policy_loss,
-        policy_kwargs=params,
+        policy_kwargs=_clipping(config),
         kl_coef=config.kl_coef,
         kl_estimator=config.kl_estimator,
         entropy_coef=config.entropy_coef,
         single_step=is_single_step(config),
     )
+
+
+def _clipping(config: AlgorithmConfig) -> dict[str, float]:
+    """The clip bounds that the configuration sets; a loss that has none refuses them."""
+    bounds = {name: getattr(config, name) for name in ("clip_low", "clip_high", "dual_clip")}
+    return {name: value for name, value in bounds.items() if value is not None}
 
 
 def is_single_step(config: AlgorithmConfig) -> bool:
@@ -152,8 +153,7 @@ def select_tokens(
         minibatch["prox_logprobs"],
         advantages_BT,
         mask_BT,
-        clip_low=config.clip_low,
-        clip_high=config.clip_high,
+        **_clipping(config),
     )
     minibatch["cov_selected"] = select_clip_cov(candidates_BT, mask_BT)
     return minibatch
