@@ -26,8 +26,11 @@ class Scores:
     def __init__(self, logprobs: torch.Tensor | None = None) -> None:
         self._logprobs = logprobs
 
-    def forward(self, batch: TensorDict, *, outputs: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    def forward(
+        self, batch: TensorDict, *, outputs: tuple[str, ...], trained_only: bool
+    ) -> dict[str, torch.Tensor]:
         assert outputs == ("train_logprobs",)
+        assert trained_only
         assert self._logprobs is not None, "nobody should ask"
         return {"train_logprobs": self._logprobs}
 
@@ -143,7 +146,7 @@ def test_clip_range_of_the_configuration_reaches_the_loss():
 
 
 def test_single_step_equals_a_separate_pass_for_prox(tiny_model_dir):
-    """Same loss, same update and the same recorded log-probabilities, over several micro-batches."""
+    """Same loss, update and recorded log-probabilities, over several micro-batches."""
     generator = torch.Generator().manual_seed(0)
     batch = make_batch([1, 3, 5, 4], episodes=[1, 1, 2, 2])
     batch["input_ids"] = torch.randint(3, 20, (4, 6), generator=generator)
