@@ -120,7 +120,7 @@ def test_async_functions_run_in_a_child_too(pools: Any, rewards: Path) -> None:
 def test_a_function_that_cannot_be_loaded_is_a_configuration_error(
     pools: Any, rewards: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="no attribute 'gone'"):
+    with pytest.raises(ConfigError, match="has no 'gone'"):
         send(pools(f"{rewards}:gone"), "").result(WAIT_S)
 
 

@@ -23,12 +23,12 @@ def status(
     """Show the last step, the checkpoints and the curve of a run."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"run directory {str(run_dir)!r}: no run there (no config.yaml)")
-    console = Console()
+    console = Console(soft_wrap=True)
     summary = read_summary(run_dir)
     console.print(Text(f"{run_dir}: {'finished' if summary else 'not finished'}", style="bold"))
     for name, value in (summary or {}).items():
         if isinstance(value, int | float | str):
-            console.print(Text(f"  {name}: {value}"), soft_wrap=True)
+            console.print(Text(f"  {name}: {value}"))
     checkpoints = sorted(
         (path.name for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit()),
         key=lambda name: int(name[5:]),
