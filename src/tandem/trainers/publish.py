@@ -30,6 +30,7 @@ def publish_weights(
         incarnation=incarnation,
         channel=f"policy-{incarnation}",
         path=disk_path,
+        dtype=config.dtype,
     )
     future = inference.update_weights(meta)
     train.upload_weights(meta)
