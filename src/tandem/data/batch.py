@@ -97,8 +97,9 @@ def check_batch(batch: TensorDict, required: Collection[str] = ()) -> None:
 
 def _check_names(names: Sequence[str], required: Collection[str]) -> None:
     for name in names:
-        close = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.85)
-        if name not in KEYS and close:
+        if name in KEYS:
+            continue
+        if close := difflib.get_close_matches(name, KEYS, n=1, cutoff=0.85):
             raise DataError(f"unknown batch key {name!r}: did you mean {close[0]!r}?")
     for name in ("input_ids", *required):
         if name not in names:
