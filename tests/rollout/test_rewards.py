@@ -132,6 +132,24 @@ def test_a_hanging_function_fails_at_its_deadline() -> None:
     release.set()
 
 
+def test_threads_are_used_again_but_never_one_that_hangs() -> None:
+    release = threading.Event()
+    seen: list[threading.Thread] = []
+
+    def reward(*_: Any, **__: Any) -> float:
+        seen.append(threading.current_thread())
+        if len(seen) == 1:
+            release.wait()
+        return 1.0
+
+    with pytest.raises(RewardError, match=r"0\.05 s"):
+        score(Reward(reward, timeout_s=0.05))
+    assert [score(Reward(reward)) for _ in range(50)] == [1.0] * 50
+    release.set()
+    assert seen[0] not in seen[1:]
+    assert len(set(seen)) < 50
+
+
 def test_a_hanging_async_function_is_cancelled_at_its_deadline() -> None:
     async def forever(*_: Any, **__: Any) -> float:
         await asyncio.Event().wait()

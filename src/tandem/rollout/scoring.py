@@ -6,10 +6,12 @@ import asyncio
 import inspect
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from numbers import Real
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from tandem.config.schema import RewardConfig
@@ -22,6 +24,9 @@ class RewardError(RolloutError):
     """One completion could not be scored: this sample failed. Never a reward of 0."""
 
 
+_Job = tuple[Callable[[], Any], Future[Any]]
+
+
 class _Pool(Protocol):
     def submit(self, arguments: Sequence[Any], data: Mapping[str, Any]) -> Future[Any]: ...
 
@@ -30,8 +35,8 @@ class _Pool(Protocol):
 class Reward:
     """A reward function and its deadline of ``timeout_s`` per completion.
 
-    Built-in functions run in the rollout thread, async ones as tasks, other functions in a thread
-    of their own per call. A thread that hangs cannot be killed: its sample fails at the deadline
+    Built-in functions run in the rollout thread, async ones as tasks, other functions in threads
+    of their own. A thread that hangs cannot be killed: its sample fails at the deadline
     and the thread stays behind. ``pool`` runs the function in child processes, which are killed.
     """
 
@@ -77,7 +82,9 @@ class Reward:
         async with asyncio.timeout(self.timeout_s):
             if inspect.iscoroutinefunction(getattr(function, "func", function)):
                 return await call(function, arguments, data)
-            result = await asyncio.wrap_future(_in_thread(lambda: call(function, arguments, data)))
+            result = await asyncio.wrap_future(
+                _THREADS.submit(lambda: call(function, arguments, data))
+            )
             return await result if inspect.isawaitable(result) else result
 
 
@@ -100,22 +107,45 @@ def checked_score(value: Any) -> float | None:
     return float(value)
 
 
-def _in_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run in a daemon thread, which unlike an executor's cannot keep the process from ending."""
-    future: Future[Any] = Future()
+class _Threads:
+    """Daemon threads, which unlike an executor's cannot keep the process from ending.
 
-    def run() -> None:
+    A job goes to a thread that is idle or to a new one, never behind a job that may hang.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[SimpleQueue[_Job]] = deque()
+
+    def submit(self, function: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            jobs = self._idle.pop()
+        except IndexError:
+            jobs = SimpleQueue()
+            threading.Thread(
+                target=self._serve, args=(jobs,), name="tandem-reward", daemon=True
+            ).start()
+        jobs.put((function, future))
+        return future
+
+    def _serve(self, jobs: SimpleQueue[_Job]) -> None:
+        while True:
+            self._run(*jobs.get())
+            self._idle.append(jobs)
+
+    @staticmethod
+    def _run(function: Callable[[], Any], future: Future[Any]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             result = function()
         except BaseException as error:
-            if not future.cancelled():
-                future.set_exception(error)
+            future.set_exception(error)
         else:
-            if not future.cancelled():
-                future.set_result(result)
+            future.set_result(result)
 
-    threading.Thread(target=run, name="tandem-reward", daemon=True).start()
-    return future
+
+_THREADS = _Threads()
 
 
 def load_reward(config: RewardConfig) -> Reward:
