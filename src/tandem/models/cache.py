@@ -133,6 +133,8 @@ class CacheContext:
         sliding_window: int | None,
     ) -> Tensor:
         stored = self._cache.layer(layer_idx, key, value)
+        if self._num_decode == query.shape[2]:
+            return self._decode(stored, query, key, value, scaling, sliding_window)[None]
         out = query.new_zeros(1, query.shape[1], query.shape[2], value.shape[3])
         if self._num_decode:
             out[0, :, : self._num_decode] = self._decode(

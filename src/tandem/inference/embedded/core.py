@@ -29,6 +29,8 @@ MIN_TOKENS = 16
 """A forward pass has at least this many tokens: below, the matrix products of a token depend on how
 many others share the pass."""
 MAX_PREFILL_TOKENS = 8192
+KEPT_CACHE_BYTES = 1 << 28
+"""An idle engine keeps a cache up to this size: fresh memory costs as much as several steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +168,6 @@ class EmbeddedCore:
         """Name the weights that serve from here on; caches of older ones go as configured."""
         self.version = version
         if self._recompute:
-            self._cache.drop()
             self._lanes.cached[:] = 0
         else:
             self._kept_from_older = {job.ticket for job in self._lanes.jobs}
@@ -240,7 +241,7 @@ class EmbeddedCore:
         if sources:
             self._cache.move(sources, targets)
         self._sampler = None
-        if not self._lanes.jobs and not self._waiting:
+        if not self._lanes.jobs and not self._waiting and self.cache_bytes > KEPT_CACHE_BYTES:
             self._cache.drop()
 
     # --- the forward pass ---
