@@ -52,7 +52,7 @@ def measure(function: Callable[[], Any], repeats: int) -> Timing:
 def interleaved(
     first: Callable[[], Any], second: Callable[[], Any], repeats: int
 ) -> tuple[Timing, Timing, float]:
-    """Both, call by call in turn, and the median of first / second (processor time) of the pairs."""
+    """Both in turn, and the median over the pairs of first / second in processor time."""
     first(), second()
     pairs = [(_timed(first), _timed(second)) for _ in range(repeats)]
     ratio = statistics.median(ours[1] / theirs[1] for ours, theirs in pairs)
