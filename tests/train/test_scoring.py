@@ -30,6 +30,19 @@ def test_scores_equal_the_plain_model_for_every_batch_composition(make_engine, e
     torch.testing.assert_close(alone, expected, rtol=0, atol=1e-5)
 
 
+def test_trained_only_scores_the_trained_tokens_and_leaves_zero_elsewhere(make_engine, expected):
+    batch = make_batch(LENGTHS)
+    batch["loss_mask"] = torch.zeros_like(batch["attention_mask"])
+    batch["loss_mask"][1, 4:9] = True
+    batch["loss_weights"] = torch.zeros_like(expected)
+    batch["loss_weights"][3, 6] = 0.5
+    trained = batch["loss_mask"] | (batch["loss_weights"] != 0)
+    for size in (1, 4):
+        found = make_engine(microbatch_size=size).forward(batch, trained_only=True)
+        torch.testing.assert_close(found["train_logprobs"], expected * trained, rtol=0, atol=1e-5)
+        assert (found["entropy"] != 0).equal(trained)
+
+
 def test_left_padded_scores_come_back_left_padded(make_engine, expected):
     found = make_engine().forward(left_padded(make_batch(LENGTHS)))["train_logprobs"]
     for b, n in enumerate(LENGTHS):

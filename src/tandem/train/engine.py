@@ -1,8 +1,8 @@
 """The TrainEngine contract, one class in sections; a backend implements the primitives at its end.
 
 Longer than other files because the contract is one class that reads top to bottom. The step loop
-is in ``step``, the forward pass in ``forward``, the optimizer in ``optim``, weights on their way out
-in ``export`` and ``directory``, training state in ``state``. Losses are passed in.
+is in ``step``, the forward pass in ``forward``, the optimizer in ``optim``, weights on their way
+out in ``export`` and ``directory``, training state in ``state``. Losses are passed in.
 """
 
 from __future__ import annotations
@@ -315,8 +315,12 @@ class TrainEngine(ABC):
         aggregate_fn: Callable[[list[Any]], Any] = torch.cat,
         *,
         outputs: Collection[str] = OUTPUTS,
+        trained_only: bool = False,
     ) -> Any:
         """Per-token ``outputs`` as a TensorDict ``[B]`` of ``[B, T]`` tensors, in eval mode.
+
+        ``trained_only`` leaves 0 at tokens that no loss looks at (``loss_mask`` false, no weight),
+        which saves their projection to the vocabulary.
 
         With ``post_hook(logits, microbatch)`` its result instead: ``logits [b, T, V]`` are divided
         by the temperature and, like every per-token tensor, index t speaks about token t (zeros
@@ -329,7 +333,7 @@ class TrainEngine(ABC):
                 return aggregate_fn(run_hook(self, input_, post_hook, output_seqlens))
         if unknown := set(outputs) - set(OUTPUTS):
             raise DataError(f"outputs: got {sorted(unknown)}, allowed: {list(OUTPUTS)}")
-        result = self._run(input_, None, None, False, frozenset(outputs))
+        result = self._run(input_, None, None, False, frozenset(outputs), trained_only)
         return TensorDict(dict(result.outputs), batch_size=input_.batch_size)
 
     # --- adapters and the reference policy ----------------------------------------------------
@@ -558,11 +562,18 @@ class TrainEngine(ABC):
         loss_weight_fn: LossWeightFn | None,
         backward: bool,
         keep: frozenset[str],
+        trained_only: bool = False,
     ) -> StepResult:
         parts: tuple[Part, ...] = ("model", "grad") if backward else ("model",)
         with self._placement.resident(*parts), self._model_mode(backward):
             result = run_microbatches(
-                self, data, loss_fn, loss_weight_fn, backward=backward, keep=keep
+                self,
+                data,
+                loss_fn,
+                loss_weight_fn,
+                backward=backward,
+                keep=keep,
+                trained_only=trained_only,
             )
         if backward:
             self._has_weight = bool(self._has_weight) or result.has_weight

@@ -61,12 +61,14 @@ def run_microbatches(
     *,
     backward: bool,
     keep: Collection[str],
+    trained_only: bool = False,
 ) -> StepResult:
     """Run every micro-batch of ``data``; with ``backward`` their gradients accumulate.
 
-    ``keep`` names the outputs to return. A micro-batch whose weights are all zero contributes a
-    backward pass on zero; the loss function does not see it. Every micro-batch is one forward pass
-    (and one backward), so that ranks stay in step.
+    ``keep`` names the outputs to return, with ``trained_only`` 0 at all other tokens. A
+    micro-batch whose weights are all zero contributes a backward pass on zero; the loss function
+    does not see it. Every micro-batch is one forward pass (and one backward), so that ranks stay in
+    step.
     """
     check_batch(data)
     batch, layout = to_padded(data)
@@ -86,7 +88,8 @@ def run_microbatches(
             collector.add(rows if keep else [], outputs)
             continue
         # Positions that no one asks for are not projected to the vocabulary.
-        predict = None if keep or not backward else trained_mask(batch, rows)
+        narrow = trained_only or (backward and not keep)
+        predict = trained_mask(batch, rows) if narrow else None
         with torch.set_grad_enabled(backward):
             outputs = _score(engine, batch, rows, names | set(keep), predict)
             if loss_fn is not None:

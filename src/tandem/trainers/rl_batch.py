@@ -65,8 +65,9 @@ def prepare_batch(
 
 
 def score(batch: TensorDict, engine: TrainEngine) -> torch.Tensor:
-    """The engine's log-probabilities ``[B, T]`` of the batch at its sampling temperature."""
-    return engine.forward(batch, outputs=("train_logprobs",))["train_logprobs"]
+    """The engine's log-probabilities ``[B, T]`` of the trained tokens at their temperature."""
+    scored = engine.forward(batch, outputs=("train_logprobs",), trained_only=True)
+    return scored["train_logprobs"]
 
 
 def reference_logprobs(
