@@ -62,7 +62,7 @@ def numeric_match(
     return float(_equal(last_number(completion), expected, tolerance))
 
 
-def concise_number(
+def contains_answer(
     prompt: Any,
     completion: str,
     prompt_ids: Sequence[int],
@@ -71,9 +71,24 @@ def concise_number(
     answer: Any,
     **data: Any,
 ) -> float:
-    """``numeric_match``, of which half is kept back when there is more than the number."""
-    right = numeric_match(prompt, completion, prompt_ids, completion_ids, answer=answer)
-    return right if _NUMBER.fullmatch(completion.strip()) else right / 2
+    """1 when the answer stands in the completion as whole words, in any case."""
+    words = rf"(?<!\w){re.escape(str(answer).strip())}(?!\w)"
+    return float(re.search(words, completion, re.IGNORECASE) is not None)
+
+
+def concise_answer(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    answer: Any,
+    **data: Any,
+) -> float:
+    """1 for the answer alone (a full stop may follow), 0.5 when there is more around it."""
+    if completion.strip().removesuffix(".").lower() == str(answer).strip().lower():
+        return 1.0
+    return contains_answer(prompt, completion, prompt_ids, completion_ids, answer=answer) / 2
 
 
 def gsm8k(
@@ -133,14 +148,15 @@ def auto(
 
 BUILT_IN: dict[str, RewardFunction] = {
     "auto": auto,
-    "concise_number": concise_number,
+    "concise_answer": concise_answer,
+    "contains_answer": contains_answer,
     "exact_match": exact_match,
     "gsm8k": gsm8k,
     "numeric_match": numeric_match,
     "reasoning_gym": reasoning_gym,
 }
 
-INSTANT = frozenset({concise_number, exact_match, gsm8k, numeric_match})
+INSTANT = frozenset({concise_answer, contains_answer, exact_match, gsm8k, numeric_match})
 """Fast enough, for any completion, to be called in the rollout thread itself."""
 
 
