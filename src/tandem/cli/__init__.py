@@ -5,6 +5,7 @@ A verb parses its configuration before anything imports torch, then makes one Py
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
@@ -52,6 +53,8 @@ def _root(
 
 def main() -> None:
     """Entry point of the ``tandem`` command; ends the process with the exit code."""
+    # Read when torch loads: idle threads that spin would starve a generator on the same cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:]
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
