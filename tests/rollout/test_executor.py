@@ -416,6 +416,25 @@ def test_destroy_wakes_a_waiting_thread(engines: Any) -> None:
     assert len(raised) == 1
 
 
+def test_destroy_closes_the_backend_behind_a_rollout_thread_that_is_blocked(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.rollout.loop.CLOSE_TIMEOUT_S", 0.1)
+    free, entered = threading.Event(), threading.Event()
+
+    def block(episode: Any) -> None:
+        entered.set()
+        free.wait(TIMEOUT_S)
+
+    backend = GatedBackend()
+    engine = engines(backend)
+    engine.submit({"act": block}, WORKFLOW)
+    assert entered.wait(TIMEOUT_S)
+    engine.destroy()
+    assert backend.is_closed
+    free.set()
+
+
 def test_describe_names_states_ages_and_what_runs(engines: Any) -> None:
     backend = GatedBackend()
     backend.allow(lambda req, made: False)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 10.0
+
 Outcome = tuple[EpisodeState, str | None]
 Settle = Callable[[Run, BaseException | None], Outcome]
 """Called under the lock when an attempt ends; returns the state and the reason to report."""
@@ -73,8 +75,11 @@ class EpisodeLoop:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Cancel every attempt, end the thread, wake all waits with an error. Idempotent."""
+    def close(self) -> None:
+        """Cancel every attempt, end the thread, wake all waits with an error. Idempotent.
+
+        A thread that a workflow or a reward blocks is left behind after ``CLOSE_TIMEOUT_S``.
+        """
         if self._thread is None or self._loop is None:
             return
         with self.lock:
@@ -82,12 +87,14 @@ class EpisodeLoop:
             runs = list(self.active)
             for run in runs:
                 self._give_up(run)
-        ending = asyncio.run_coroutine_threadsafe(_cancel(runs, timeout_s), self._loop)
+        ending = asyncio.run_coroutine_threadsafe(_cancel(runs, CLOSE_TIMEOUT_S), self._loop)
         try:
-            ending.result(timeout_s + 1.0)
+            ending.result(CLOSE_TIMEOUT_S + 1.0)
+        except TimeoutError:
+            log.warning("the rollout thread is left behind: its event loop is blocked")
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout_s)
+            self._thread.join(CLOSE_TIMEOUT_S)
             self._thread = self._loop = None
 
     @property
