@@ -83,6 +83,52 @@ def test_entropy_bonus_and_masking_of_truncated_samples(bed: Bed):
     assert all(row["actor/entropy"] > 0 for row in rows)
 
 
+WORKFLOW = """
+import torch
+
+from tandem.rollout import RolloutWorkflow
+from tandem.types import LLMRequest
+
+
+class Echo(RolloutWorkflow):
+    def __init__(self, generation, tokenizer):
+        self.generation = generation
+
+    async def arun_episode(self, engine, data):
+        from tensordict import TensorDict
+
+        prompt = list(data["prompt_ids"])
+        made = await engine.agenerate(LLMRequest(data.uid, prompt, self.generation))
+        ids = prompt + made.output_tokens
+        sampled = torch.arange(len(ids)) >= len(prompt)
+        return TensorDict(
+            {
+                "input_ids": torch.tensor([ids]),
+                "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
+                "loss_mask": sampled[None],
+                "logprobs": torch.tensor([[0.0] * len(prompt) + made.output_logprobs]),
+                "versions": torch.tensor([[-1] * len(prompt) + made.output_versions]),
+                "rewards": torch.tensor([float(data.episode_id % 2)]),
+            },
+            batch_size=[1],
+        )
+"""
+
+
+def test_a_users_workflow_trains_with_the_rows_that_the_contract_asks_for(bed: Bed):
+    path = bed.folder / "workflow.py"
+    path.write_text(WORKFLOW)
+    (row,) = steps_of(
+        bed,
+        "steps=1",
+        f"rollout.workflow={path}:Echo",
+        "rollout.generation.temperature=0.5",
+        "algorithm.advantage=reinforce",
+    )
+    assert row["actor/update_successful"] == 1
+    assert row["mismatch/same_version_max"] < 1e-4
+
+
 def test_scripted_engine_drives_the_loop(bed: Bed):
     rows = steps_of(bed, "inference.backend=scripted", "steps=2", "algorithm.decoupled=true")
     assert [row["actor/update_successful"] for row in rows] == [1, 1]

@@ -40,16 +40,20 @@ class EpisodeLoop:
     """One daemon thread with an event loop. ``lock`` guards this and all that its users share.
 
     ``active`` holds the attempts that run and are not settled, ``num_late`` counts results that
-    came after their attempt was given up. ``fatal`` is what every wait must raise.
+    came after their attempt was given up. ``fatal`` is what every wait must raise. ``temperature``
+    is that of rows which name none.
     """
 
-    def __init__(self, engine: InferenceEngine, on_episode: EpisodeListener | None) -> None:
+    def __init__(
+        self, engine: InferenceEngine, on_episode: EpisodeListener | None, *, temperature: float
+    ) -> None:
         self.lock = threading.Condition(threading.RLock())
         self.active: set[Run] = set()
         self.num_late = 0
         self.fatal: BaseException | None = None
         self._engine = engine
         self._on_episode = on_episode
+        self._temperature = temperature
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -184,7 +188,8 @@ class EpisodeLoop:
         rows = await run.workflow.arun_episode(self._engine, run.episode)
         if rows is None:
             return None
-        return check_rows(rows, run.episode_id, run.episode.attempt)
+        attempt = run.episode.attempt
+        return check_rows(rows, run.episode_id, attempt, temperature=self._temperature)
 
     def _give_up(self, run: Run) -> None:
         run.settled = True
