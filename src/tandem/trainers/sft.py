@@ -58,7 +58,14 @@ def run_sft(config: SFTConfig, *, resume: bool = False) -> dict[str, Any]:
         return _finish(config, run, stage, evaluator)
 
 
-def run_stage(config: SFTStageConfig, model_path: str, run: Run, directory: Path) -> str:
+def run_stage(
+    config: SFTStageConfig,
+    model_path: str,
+    run: Run,
+    directory: Path,
+    *,
+    tokenizer_path: str | None = None,
+) -> str:
     """Train one stage inside ``run`` and return the directory of the resulting model.
 
     A stage that is complete already is not run again; one that was cut short goes on.
@@ -70,7 +77,7 @@ def run_stage(config: SFTStageConfig, model_path: str, run: Run, directory: Path
     checkpoint = latest(directory)
     if checkpoint is not None:
         supersede_newer(directory, checkpoint.step)
-    stage = SFTStage(config, model_path, seed=run.config.run.seed)
+    stage = SFTStage(config, model_path, seed=run.config.run.seed, tokenizer_path=tokenizer_path)
     first = checkpoint.step + 1 if checkpoint else 1
     with MetricsLogger(directory, resume_step=first) as metrics:
         try:
