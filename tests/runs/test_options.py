@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tandem.algorithms.policy import POLICY_LOSSES
 from tandem.trainers import run_rl
-from tests.runs.conftest import Bed, metrics
+from tests.runs.conftest import Bed, Warmed, metrics
 
 
 def steps_of(bed: Bed, *overrides: str, name: str = "run") -> list[dict[str, float]]:
@@ -81,6 +83,26 @@ def test_asynchronous_batches_obey_the_staleness_bound(bed: Bed, stale_policy: s
 def test_entropy_bonus_and_masking_of_truncated_samples(bed: Bed):
     rows = steps_of(bed, "algorithm.entropy_coef=0.01", "algorithm.mask_truncated=true", "steps=2")
     assert all(row["actor/entropy"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("mode", ["inprocess", "process"])
+def test_a_tokenizer_elsewhere_serves_warm_up_and_generation(bed: Bed, warmed: Warmed, mode: str):
+    model, tokenizer = bed.folder / "bare", bed.folder / "tokenizer"
+    shutil.copytree(warmed.model, tokenizer)
+    shutil.copytree(warmed.model, model, ignore=shutil.ignore_patterns("*token*"))
+    rows = steps_of(
+        bed,
+        "steps=1",
+        f"model.path={model}",
+        f"model.tokenizer_path={tokenizer}",
+        f"inference.mode={mode}",
+        f"warmup.data.path={bed.settings['data']['path']}",
+        "warmup.data.source=jsonl",
+        "warmup.max_length=16",
+        "warmup.steps=1",
+        "rollout.generation.stop=[A]",
+    )
+    assert rows[0]["actor/update_successful"] == 1
 
 
 WORKFLOW = """

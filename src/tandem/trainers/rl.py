@@ -160,6 +160,7 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
             tokenizer=task.tokenizer,
             incarnation=run.incarnation,
             seed=config.run.seed,
+            tokenizer_path=config.model.tokenizer_path,
         )
         stack.callback(rollout.destroy)
         progress = stack.enter_context(

@@ -242,6 +242,7 @@ class _Evaluator:
                 tokenizer=self.stage.tokenizer,
                 incarnation=self.run.incarnation,
                 seed=self.config.run.seed,
+                tokenizer_path=self.config.model.tokenizer_path,
             )
         return self._engine
 

@@ -29,9 +29,17 @@ class EmbeddedBackend(GenerationBackend):
 
     capabilities = CAPABILITIES
 
-    def __init__(self, config: InferenceConfig, model_path: str, incarnation: str) -> None:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        model_path: str,
+        incarnation: str,
+        *,
+        tokenizer_path: str | None = None,
+    ) -> None:
         self._config = config
         self._model_path = model_path
+        self._tokenizer_path = tokenizer_path
         self._incarnation = incarnation
         self._pending = Pending()
         self._starting = threading.Lock()
@@ -42,7 +50,12 @@ class EmbeddedBackend(GenerationBackend):
         with self._starting:
             self._pending.refuse_if_ended()
             if self._loop is None:
-                self._core = build_core(self._config, self._model_path, self._incarnation)
+                self._core = build_core(
+                    self._config,
+                    self._model_path,
+                    self._incarnation,
+                    tokenizer_path=self._tokenizer_path,
+                )
                 self._loop = CoreLoop(self._core, deliver=self._pending.deliver, die=self._die)
                 self._loop.start()
 

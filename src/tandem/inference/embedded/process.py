@@ -29,9 +29,17 @@ class ChildBackend(GenerationBackend):
 
     capabilities = CAPABILITIES
 
-    def __init__(self, config: InferenceConfig, model_path: str, incarnation: str) -> None:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        model_path: str,
+        incarnation: str,
+        *,
+        tokenizer_path: str | None = None,
+    ) -> None:
         self._config = config
         self._model_path = model_path
+        self._tokenizer_path = tokenizer_path
         self._version = WeightVersion(incarnation, 0)
         self._pending = Pending()
         self._starting = threading.Lock()
@@ -46,6 +54,7 @@ class ChildBackend(GenerationBackend):
                     "config": self._config.model_dump(mode="json"),
                     "model_path": self._model_path,
                     "incarnation": self._version.incarnation,
+                    "tokenizer_path": self._tokenizer_path,
                 }
                 child.begin(first, self._config.start_timeout_s)
                 self._child = child
