@@ -106,6 +106,27 @@ def test_prompt_longer_than_the_context_is_an_error_before_training(
     assert metrics(bed.run_dir()) == []
 
 
+def test_prompt_longer_than_the_generator_takes_is_an_error_before_training(
+    bed: Bed, tandem_command: Command
+):
+    path = write_rows(bed.folder / "rows.jsonl", [{"question": "abcde", "answer": "C"}])
+    for option in ("inference.max_context=5", "rollout.generation.max_tokens=5"):
+        ended = tandem_command(*bed.arguments(f"data.path={path}", option))
+        assert ended.code == DATA
+        assert "5 tokens > 4" in ended.message
+
+
+def test_demonstration_longer_than_a_microbatch_is_an_error_before_training(
+    sft_bed: Bed, tandem_command: Command
+):
+    path = write_rows(sft_bed.folder / "rows.jsonl", [{"question": "abcdef", "answer": "C"}])
+    options = (f"sft.data.path={path}", "sft.train.max_tokens_per_microbatch=6")
+    ended = tandem_command(*sft_bed.arguments(*options))
+    assert ended.code == DATA
+    assert f"{path}, row 1" in ended.message
+    assert metrics(sft_bed.run_dir()) == []
+
+
 def test_demonstration_longer_than_allowed_is_an_error_before_training(
     sft_bed: Bed, tandem_command: Command
 ):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -381,16 +382,19 @@ def has_signal(rows: TensorDict) -> bool:
 
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
     """``config`` with ``max_prompt_tokens`` set to what context and micro-batch leave room for."""
-    room = min(
-        context_length(model_path) - 1,
-        config.train.max_tokens_per_microbatch - config.rollout.generation.max_new_tokens,
+    generation = config.rollout.generation
+    context = min(
+        context_length(model_path),
+        config.inference.max_context or sys.maxsize,
+        generation.max_tokens or sys.maxsize,
     )
+    room = min(context - 1, config.train.max_tokens_per_microbatch - generation.max_new_tokens)
     limit = config.rollout.max_prompt_tokens or room
     if limit > room or room < 1:
         raise ConfigError(
             f"rollout.max_prompt_tokens: got {limit}, allowed: 1 to {room}; a prompt with its "
             f"completion must fit train.max_tokens_per_microbatch "
-            f"({config.train.max_tokens_per_microbatch}) and the model's context"
+            f"({config.train.max_tokens_per_microbatch}) and the context ({context})"
         )
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
     return config.model_copy(update={"rollout": rollout})

@@ -144,8 +144,15 @@ class SFTStage:
         metrics = {name if "/" in name else f"sft/{name}": v for name, v in result.items()}
         return metrics | {"timing_s/step": wall, "perf/tokens_per_s": num_tokens / wall}
 
-    def save(self, run_dir: Path, *, keep: int | None, extra: dict[str, Any] | None = None) -> None:
-        with staging(run_dir, self.step, keep=keep) as target:
+    def save(
+        self,
+        run_dir: Path,
+        *,
+        keep: int | None,
+        upload_url: str | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        with staging(run_dir, self.step, keep=keep, upload_url=upload_url) as target:
             self.engine.save_checkpoint(str(target.path / "policy"), global_step=self.step)
             target.manifest_extra.update({"data": self.data.state_dict(), **(extra or {})})
 
@@ -178,6 +185,8 @@ def _run_steps(
     evaluator: _Evaluator | None,
 ) -> None:
     tracking, keep = run.config.tracking, run.config.checkpoint.keep
+    # A warm-up, which has no evaluator, is a part of its run: what is uploaded are that run's own.
+    upload_url = run.config.checkpoint.upload_url if evaluator else None
     every = stage.config.checkpoint_every
     with Progress(
         "sft", stage.total_steps, start=stage.step, title=title, enabled=tracking.progress
@@ -191,7 +200,12 @@ def _run_steps(
             stopping = run.stop.requested is not None
             last = stage.step == stage.total_steps
             if stopping or last or (every and stage.step % every == 0):
-                stage.save(directory, keep=keep, extra=evaluator.state() if evaluator else None)
+                stage.save(
+                    directory,
+                    keep=keep,
+                    upload_url=upload_url,
+                    extra=evaluator.state() if evaluator else None,
+                )
             run.raise_if_stopped()
 
 
