@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tandem.trainers import run_rl, run_sft
+from tandem.weights.transports.shared_memory import PREFIX, shared_root
 from tests.runs.conftest import Bed, has_step, metrics
 from tests.runs.launcher import Launcher, audit_batches
 
@@ -137,6 +138,7 @@ def test_killed_asynchronous_run_trains_every_episode_once(
     )
     audit_batches(audit)
     summary = run_rl(bed.config(*ASYNCHRONOUS), resume=True)
+    assert not list(shared_root().glob(f"{PREFIX}policy*-{os.getpid()}-*"))
     after = lines(audit)
     assert [row["step"] for row in metrics(bed.run_dir())] == list(range(13))
     assert summary["max_staleness_seen"] <= 1

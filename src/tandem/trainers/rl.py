@@ -49,7 +49,7 @@ from tandem.rollout import (
 )
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
-from tandem.trainers.publish import publish_weights
+from tandem.trainers.publish import publish_weights, release_weights
 from tandem.trainers.rl_batch import (
     Recorder,
     build_objective,
@@ -163,6 +163,7 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
             seed=config.run.seed,
             tokenizer_path=config.model.tokenizer_path,
         )
+        stack.callback(release_weights, run.incarnation)
         stack.callback(rollout.destroy)
         progress = stack.enter_context(
             Progress("rl", total=config.steps, enabled=config.tracking.progress)

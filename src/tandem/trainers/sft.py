@@ -23,7 +23,7 @@ from tandem.observe import MetricsLogger, Progress, RunReport, final_screen, wri
 from tandem.rollout import ComposedInferenceEngine, open_inference_engine
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
-from tandem.trainers.publish import publish_weights
+from tandem.trainers.publish import publish_weights, release_weights
 from tandem.trainers.run import Run, open_run
 from tandem.types import FinetuneSpec, SaveLoadMeta
 
@@ -269,6 +269,7 @@ class _Evaluator:
     def close(self) -> None:
         if self._engine is not None:
             self._engine.destroy()
+        release_weights(self.run.incarnation)
 
 
 def _finish(config: SFTConfig, run: Run, stage: SFTStage, evaluator: _Evaluator) -> dict[str, Any]:
