@@ -48,6 +48,19 @@ def test_decoupled_objective_weighs_nothing_while_the_sampler_is_the_policy(bed:
     assert decoupled[0]["actor/grad_norm"] == pytest.approx(plain[0]["actor/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("algorithm.policy_loss=clip_cov",), ("model.lora.rank=4", "model.lora.dropout=0.5")],
+    ids=["random selection", "dropout"],
+)
+def test_what_is_drawn_at_random_is_a_function_of_the_seed(bed: Bed, options: tuple[str, ...]):
+    first, second = (
+        [row["actor/grad_norm"] for row in steps_of(bed, "steps=2", *options, name=name)]
+        for name in ("first", "second")
+    )
+    assert first == second
+
+
 def test_minibatches_and_epochs_multiply_the_optimizer_steps(bed: Bed):
     options = ("steps=2", "rollout.group_size=8", "train.schedule=linear", "train.min_lr_ratio=0")
     whole = steps_of(bed, *options, name="whole")

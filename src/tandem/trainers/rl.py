@@ -58,7 +58,7 @@ from tandem.trainers.rl_batch import (
     prepare_batch,
     select_tokens,
 )
-from tandem.trainers.run import Run, open_run
+from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.trainers.sft import run_stage
 from tandem.types import FinetuneSpec, LossFn, SaveLoadMeta
 
@@ -147,6 +147,7 @@ def open_task(config: RLConfig, model_path: str) -> RLTask:
 def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]:
     """Start the engines, restore the newest checkpoint if there is one, release all at the end."""
     config = task.config
+    seed_generators(config.run.seed)
     with ExitStack() as stack:
         train = _open_train_engine(config, model_path)
         stack.callback(train.destroy)
@@ -299,6 +300,7 @@ class RLSession:
             )
             state = dataclasses.replace(self.state, wall_s=self._wall_s())
             target.manifest_extra["loop"] = dataclasses.asdict(state)
+            target.manifest_extra["data"] = self.task.prompts.state_dict()
             target.manifest_extra["rollout"] = self.rollout.state_dict()
 
     def _wall_s(self) -> float:
@@ -310,6 +312,8 @@ class RLSession:
         checkpoint = self.run.checkpoint
         if checkpoint is None:
             return
+        # The position is the rollout's; this notices that the prompts are others now.
+        self.task.prompts.load_state_dict(checkpoint.extra["data"])
         self.train_engine.load_checkpoint(str(checkpoint.path / "policy"))
         self.state = RLState(**checkpoint.extra["loop"])
         self.rollout.load_state_dict(checkpoint.extra["rollout"])

@@ -24,7 +24,7 @@ from tandem.rollout import ComposedInferenceEngine, open_inference_engine
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.publish import publish_weights, release_weights
-from tandem.trainers.run import Run, open_run
+from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.types import FinetuneSpec, SaveLoadMeta
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class SFTStage:
         lora: LoraConfig | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
+        seed_generators(seed)
         self.config = config
         self.model_path = model_path
         self.tokenizer = load_tokenizer(tokenizer_path or model_path)
