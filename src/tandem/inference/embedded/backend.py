@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from tandem.config.schema import InferenceConfig
@@ -22,6 +23,21 @@ CLOSED = "the generation backend was closed; start a new one"
 CAPABILITIES = frozenset(
     {"seed", "logprobs", "versions", "stop_strings", "interruption", "weight_update"}
 )
+
+
+def at_border(done: Future[None], config: InferenceConfig) -> None:
+    """Wait for what is done at the next token border, as long as for a weight update.
+
+    Raises:
+        EngineError: the generator did not come to a border in time.
+    """
+    try:
+        done.result(config.update_timeout_s)
+    except FutureTimeoutError:
+        raise EngineError(
+            f"the generator reached no token border within {config.update_timeout_s:g} s "
+            "(inference.update_timeout_s); it hangs or is very slow"
+        ) from None
 
 
 class EmbeddedBackend(GenerationBackend):
@@ -92,10 +108,10 @@ class EmbeddedBackend(GenerationBackend):
         return WeightVersion(self._incarnation, 0) if core is None else core.version
 
     def pause_generation(self) -> None:
-        self._running().call(EmbeddedCore.pause).result()
+        at_border(self._running().call(EmbeddedCore.pause), self._config)
 
     def resume_generation(self) -> None:
-        self._running().call(EmbeddedCore.resume).result()
+        at_border(self._running().call(EmbeddedCore.resume), self._config)
 
     def stats(self) -> Mapping[str, Any]:
         return self._running().stats()

@@ -14,7 +14,7 @@ from typing import Any
 from tandem.config.schema import InferenceConfig
 from tandem.errors import EngineError
 from tandem.inference.backend import GenerationBackend
-from tandem.inference.embedded.backend import CAPABILITIES, CLOSED
+from tandem.inference.embedded.backend import CAPABILITIES, CLOSED, at_border
 from tandem.inference.embedded.link import ChildLink
 from tandem.inference.embedded.pending import Pending
 from tandem.inference.updates import PendingUpdate
@@ -95,10 +95,10 @@ class ChildBackend(GenerationBackend):
         return self._version
 
     def pause_generation(self) -> None:
-        self._running().call("pause").result()
+        at_border(self._running().call("pause"), self._config)
 
     def resume_generation(self) -> None:
-        self._running().call("resume").result()
+        at_border(self._running().call("resume"), self._config)
 
     def stats(self) -> Mapping[str, Any]:
         child = self._running()
