@@ -97,9 +97,9 @@ class GenerationConfig:
         return self.greedy or self.temperature == 0.0
 
     @property
-    def is_trainable(self) -> bool:
-        """Whether the sampled distribution is the temperature-scaled softmax over all tokens."""
-        return not self.untrainable_fields()
+    def training_temperature(self) -> float:
+        """What training divides the logits by; the log-probabilities of greedy tokens are at 1."""
+        return 1.0 if self.is_greedy else self.temperature
 
     def untrainable_fields(self) -> list[str]:
         """Names of the fields that make the sampled distribution differ from plain softmax."""

@@ -19,7 +19,6 @@ from tandem.errors import (
     EngineError,
     Preempted,
     RolloutError,
-    TandemError,
     TrainingDiverged,
     WeightSyncError,
 )
@@ -138,12 +137,13 @@ def test_verbs_call_their_trainer_with_config_and_resume(
         (TrainingDiverged, 4),
         (WeightSyncError, 4),
         (RolloutError, 5),
+        (TimeoutError, 5),
         (CheckpointError, 6),
         (Preempted, 75),
     ],
 )
 def test_exit_code_tells_errors_apart_and_debug_shows_the_traceback(
-    error: type[TandemError],
+    error: type[Exception],
     code: int,
     tandem_command: Any,
     config_file: Path,

@@ -159,6 +159,19 @@ def test_cross_field_check_speaks_of_both_keys() -> None:
     assert "algorithm.minibatches (2)" in found
 
 
+def test_transport_must_reach_the_generator() -> None:
+    assert "needs inference.mode=inprocess" in problems("inference.transport=inprocess")[0]
+    (found,) = problems("inference.mode=inprocess", "inference.transport=shared_memory")
+    assert "needs inference.mode=process" in found
+    assert load("inference.backend=scripted", "inference.transport=inprocess")
+
+
+def test_interval_of_rl_is_refused_where_it_does_nothing() -> None:
+    stage = {"data": BASE["data"]}
+    with pytest.raises(ConfigError, match=r"use sft\.checkpoint_every"):
+        load_config({"model": BASE["model"], "sft": stage}, ["checkpoint.every=5"], kind="sft")
+
+
 def test_missing_section_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^model: this key is required$"):
         load_config({"data": BASE["data"]}, kind="rl")

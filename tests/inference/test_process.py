@@ -202,6 +202,32 @@ def test_the_death_of_the_child_fails_everyone_who_waits(model_dir: Path) -> Non
     backend.close()
 
 
+def test_a_child_that_hangs_does_not_block_a_pause_for_ever(model_dir: Path) -> None:
+    backend = ChildBackend(InferenceConfig(update_timeout_s=0.2), str(model_dir), "inc")
+    backend.start()
+    pid = backend.stats()["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match="no token border within"):
+        backend.pause_generation()
+    os.kill(pid, signal.SIGCONT)
+    backend.close()
+
+
+def test_an_answer_that_cannot_be_read_fails_everyone_who_waits(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = ChildBackend(InferenceConfig(), str(model_dir), "inc")
+    backend.start()
+
+    def spoilt(*_: object) -> None:
+        raise KeyError("output_tokens")
+
+    monkeypatch.setattr("tandem.inference.embedded.link.decode_response", spoilt)
+    with pytest.raises(EngineError, match="cannot be used: KeyError"):
+        asyncio.run(asyncio.wait_for(backend.generate(request((5,))), 20))
+    backend.close()
+
+
 def test_a_model_that_cannot_be_loaded_is_refused_with_its_own_error(tmp_path: Path) -> None:
     backend = ChildBackend(InferenceConfig(), str(tmp_path / "nowhere"), "inc")
     with pytest.raises(ConfigError, match="nowhere"):

@@ -58,6 +58,10 @@ class GatedBackend(GenerationBackend):
         self._closed = True
         self._wake()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     async def generate(self, req: LLMRequest) -> LLMResponse:
         ids: list[int] = []
         versions: list[int] = []

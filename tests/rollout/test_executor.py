@@ -324,6 +324,14 @@ WRONG_ROWS = {
         r"logprobs has shape \[1, 9\]",
     ),
     "wrong dtype": (lambda rows: rows.set("rewards", torch.ones(1).double()), "rewards is"),
+    "infinite reward": (
+        lambda rows: rows.set("rewards", torch.tensor([float("inf")])),
+        "a reward is infinite",
+    ),
+    "wrong temperature": (
+        lambda rows: rows.set("temperature", torch.ones(2)[None]),
+        r"temperature has another shape than \[1\]",
+    ),
     "no version": (
         lambda rows: rows.set("versions", rows["versions"] * 0 - 1),
         "a trained token has no version",
@@ -333,6 +341,14 @@ WRONG_ROWS = {
         "covers token 0",
     ),
 }
+
+
+def test_rows_without_a_temperature_were_sampled_at_the_configured_one(engines: Any) -> None:
+    engine = engines(generation={"temperature": 0.7})
+    engine.submit({}, WORKFLOW)
+    batch = engine.wait(1)
+    assert batch["temperature"].tolist() == [pytest.approx(0.7)]
+    assert batch["truncated"].tolist() == [False]
 
 
 @pytest.mark.parametrize("name", WRONG_ROWS)
@@ -414,6 +430,25 @@ def test_destroy_wakes_a_waiting_thread(engines: Any) -> None:
     engine.destroy()
     thread.join(TIMEOUT_S)
     assert len(raised) == 1
+
+
+def test_destroy_closes_the_backend_behind_a_rollout_thread_that_is_blocked(
+    engines: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.rollout.loop.CLOSE_TIMEOUT_S", 0.1)
+    free, entered = threading.Event(), threading.Event()
+
+    def block(episode: Any) -> None:
+        entered.set()
+        free.wait(TIMEOUT_S)
+
+    backend = GatedBackend()
+    engine = engines(backend)
+    engine.submit({"act": block}, WORKFLOW)
+    assert entered.wait(TIMEOUT_S)
+    engine.destroy()
+    assert backend.is_closed
+    free.set()
 
 
 def test_describe_names_states_ages_and_what_runs(engines: Any) -> None:

@@ -178,10 +178,8 @@ def sft_bed(tmp_path: Path, problems: Problems) -> Bed:
     base = rl_settings(problems, {"tiny": TINY})
     kept = ("run", "model", "eval", "checkpoint", "tracking", "inference")
     settings = {"kind": "sft", "sft": warmup_section(problems, steps=40)}
-    return Bed(
-        tmp_path,
-        settings | {name: base[name] for name in kept} | {"reward": {"name": "exact_match"}},
-    )
+    settings |= {name: base[name] for name in kept} | {"reward": {"name": "exact_match"}}
+    return Bed(tmp_path, settings | {"checkpoint": {}})
 
 
 @pytest.fixture(scope="session")

@@ -49,6 +49,27 @@ def test_start_that_failed_can_be_repeated_with_other_settings(
     assert repeated == Ended(0, "")
 
 
+@pytest.mark.parametrize(
+    ("option", "code", "complaint"),
+    [
+        ("data.path=no/such.jsonl", DATA, "data.path: no such file"),
+        ("eval.data.path=no/such.jsonl", DATA, "data.path: no such file"),
+        ("algorithm.policy_loss=ppo_clop", CONFIG, "policy_loss: got 'ppo_clop'"),
+        ("algorithm.advantage=grop", CONFIG, "algorithm.advantage: got 'grop'"),
+        ("algorithm.advantage_kwargs={dof: 1}", CONFIG, "advantage_kwargs.dof: grpo does not"),
+        ("rollout.workflow=no/such.py:Workflow", CONFIG, "rollout.workflow"),
+        ("rollout.reward.name=exact", CONFIG, "reward.name: got 'exact'"),
+    ],
+)
+def test_what_is_wrong_with_the_task_is_said_before_the_warm_up(
+    cold_bed: Bed, tandem_command: Command, option: str, code: int, complaint: str
+):
+    ended = tandem_command(*cold_bed.arguments(option))
+    assert ended.code == code
+    assert complaint in ended.message
+    assert not (cold_bed.run_dir() / "warmup").exists()
+
+
 def test_empty_dataset_is_an_error(bed: Bed, tandem_command: Command):
     path = write_rows(bed.folder / "empty.jsonl", [])
     ended = tandem_command(*bed.arguments(f"data.path={path}"))
@@ -83,6 +104,27 @@ def test_prompt_longer_than_the_context_is_an_error_before_training(
     assert f"{path}, row 2" in ended.message
     assert "16 tokens > 15" in ended.message
     assert metrics(bed.run_dir()) == []
+
+
+def test_prompt_longer_than_the_generator_takes_is_an_error_before_training(
+    bed: Bed, tandem_command: Command
+):
+    path = write_rows(bed.folder / "rows.jsonl", [{"question": "abcde", "answer": "C"}])
+    for option in ("inference.max_context=5", "rollout.generation.max_tokens=5"):
+        ended = tandem_command(*bed.arguments(f"data.path={path}", option))
+        assert ended.code == DATA
+        assert "5 tokens > 4" in ended.message
+
+
+def test_demonstration_longer_than_a_microbatch_is_an_error_before_training(
+    sft_bed: Bed, tandem_command: Command
+):
+    path = write_rows(sft_bed.folder / "rows.jsonl", [{"question": "abcdef", "answer": "C"}])
+    options = (f"sft.data.path={path}", "sft.train.max_tokens_per_microbatch=6")
+    ended = tandem_command(*sft_bed.arguments(*options))
+    assert ended.code == DATA
+    assert f"{path}, row 1" in ended.message
+    assert metrics(sft_bed.run_dir()) == []
 
 
 def test_demonstration_longer_than_allowed_is_an_error_before_training(

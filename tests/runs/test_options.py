@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tandem.algorithms.policy import POLICY_LOSSES
 from tandem.trainers import run_rl
-from tests.runs.conftest import Bed, metrics
+from tests.runs.conftest import Bed, Warmed, metrics
 
 
 def steps_of(bed: Bed, *overrides: str, name: str = "run") -> list[dict[str, float]]:
@@ -46,6 +48,19 @@ def test_decoupled_objective_weighs_nothing_while_the_sampler_is_the_policy(bed:
     assert decoupled[0]["actor/grad_norm"] == pytest.approx(plain[0]["actor/grad_norm"], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [("algorithm.policy_loss=clip_cov",), ("model.lora.rank=4", "model.lora.dropout=0.5")],
+    ids=["random selection", "dropout"],
+)
+def test_what_is_drawn_at_random_is_a_function_of_the_seed(bed: Bed, options: tuple[str, ...]):
+    first, second = (
+        [row["actor/grad_norm"] for row in steps_of(bed, "steps=2", *options, name=name)]
+        for name in ("first", "second")
+    )
+    assert first == second
+
+
 def test_minibatches_and_epochs_multiply_the_optimizer_steps(bed: Bed):
     options = ("steps=2", "rollout.group_size=8", "train.schedule=linear", "train.min_lr_ratio=0")
     whole = steps_of(bed, *options, name="whole")
@@ -81,6 +96,72 @@ def test_asynchronous_batches_obey_the_staleness_bound(bed: Bed, stale_policy: s
 def test_entropy_bonus_and_masking_of_truncated_samples(bed: Bed):
     rows = steps_of(bed, "algorithm.entropy_coef=0.01", "algorithm.mask_truncated=true", "steps=2")
     assert all(row["actor/entropy"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize("mode", ["inprocess", "process"])
+def test_a_tokenizer_elsewhere_serves_warm_up_and_generation(bed: Bed, warmed: Warmed, mode: str):
+    model, tokenizer = bed.folder / "bare", bed.folder / "tokenizer"
+    shutil.copytree(warmed.model, tokenizer)
+    shutil.copytree(warmed.model, model, ignore=shutil.ignore_patterns("*token*"))
+    rows = steps_of(
+        bed,
+        "steps=1",
+        f"model.path={model}",
+        f"model.tokenizer_path={tokenizer}",
+        f"inference.mode={mode}",
+        f"warmup.data.path={bed.settings['data']['path']}",
+        "warmup.data.source=jsonl",
+        "warmup.max_length=16",
+        "warmup.steps=1",
+        "rollout.generation.stop=[A]",
+    )
+    assert rows[0]["actor/update_successful"] == 1
+
+
+WORKFLOW = """
+import torch
+
+from tandem.rollout import RolloutWorkflow
+from tandem.types import LLMRequest
+
+
+class Echo(RolloutWorkflow):
+    def __init__(self, generation, tokenizer):
+        self.generation = generation
+
+    async def arun_episode(self, engine, data):
+        from tensordict import TensorDict
+
+        prompt = list(data["prompt_ids"])
+        made = await engine.agenerate(LLMRequest(data.uid, prompt, self.generation))
+        ids = prompt + made.output_tokens
+        sampled = torch.arange(len(ids)) >= len(prompt)
+        return TensorDict(
+            {
+                "input_ids": torch.tensor([ids]),
+                "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
+                "loss_mask": sampled[None],
+                "logprobs": torch.tensor([[0.0] * len(prompt) + made.output_logprobs]),
+                "versions": torch.tensor([[-1] * len(prompt) + made.output_versions]),
+                "rewards": torch.tensor([float(data.episode_id % 2)]),
+            },
+            batch_size=[1],
+        )
+"""
+
+
+def test_a_users_workflow_trains_with_the_rows_that_the_contract_asks_for(bed: Bed):
+    path = bed.folder / "workflow.py"
+    path.write_text(WORKFLOW)
+    (row,) = steps_of(
+        bed,
+        "steps=1",
+        f"rollout.workflow={path}:Echo",
+        "rollout.generation.temperature=0.5",
+        "algorithm.advantage=reinforce",
+    )
+    assert row["actor/update_successful"] == 1
+    assert row["mismatch/same_version_max"] < 1e-4
 
 
 def test_scripted_engine_drives_the_loop(bed: Bed):

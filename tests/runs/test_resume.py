@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
+from tandem.errors import DataError
 from tandem.trainers import run_rl, run_sft
+from tandem.weights.transports.shared_memory import PREFIX, shared_root
 from tests.runs.conftest import Bed, has_step, metrics
 from tests.runs.launcher import Launcher, audit_batches
 
@@ -137,6 +140,7 @@ def test_killed_asynchronous_run_trains_every_episode_once(
     )
     audit_batches(audit)
     summary = run_rl(bed.config(*ASYNCHRONOUS), resume=True)
+    assert not list(shared_root().glob(f"{PREFIX}policy*-{os.getpid()}-*"))
     after = lines(audit)
     assert [row["step"] for row in metrics(bed.run_dir())] == list(range(13))
     assert summary["max_staleness_seen"] <= 1
@@ -175,6 +179,15 @@ def test_resuming_a_finished_run_changes_nothing(bed: Bed):
     assert weights(bed.run_dir() / "model") == weights_before
     for name in ("accuracy_before", "accuracy_after", "steps", "max_staleness_seen"):
         assert again[name] == first[name], name
+
+
+def test_a_run_whose_prompts_changed_is_not_resumed(bed: Bed):
+    path = bed.folder / "train.jsonl"
+    shutil.copy(bed.settings["data"]["path"], path)
+    run_rl(bed.config("steps=1", f"data.path={path}"))
+    path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    with pytest.raises(DataError, match="digest"):
+        run_rl(bed.config("steps=2", f"data.path={path}"), resume=True)
 
 
 def test_a_run_can_be_prolonged(bed: Bed):

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from tandem.errors import CheckpointError, ConfigError, DataError
@@ -137,14 +137,18 @@ def test_an_export_replaces_an_older_one_as_a_whole(make_engine, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_failed_export_leaves_the_older_one(make_engine, tmp_path):
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("I/O error: No space left on device")],
+)
+def test_a_failed_export_leaves_the_older_one(make_engine, tmp_path, error):
     engine = make_engine()
     target = tmp_path / "model"
     engine.save(SaveLoadMeta(str(target)))
 
     class Broken:
         def save_pretrained(self, path):
-            raise OSError(28, "No space left on device")
+            raise error
 
     with pytest.raises(CheckpointError, match="No space left"):
         trained(make_engine).save(SaveLoadMeta(str(target), tokenizer=Broken()))

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tandem.errors import CheckpointError, Preempted, TandemError
+from tandem.errors import CheckpointError, Preempted, RolloutError, TandemError
 
 INTERRUPTED = 130
 
@@ -27,6 +27,11 @@ def report_failures(*, debug: bool = False) -> Iterator[None]:
         label = "stopped" if isinstance(error, Preempted) else "error"
         sys.stderr.write(f"{label}: {error}\n")
         sys.exit(error.exit_code)
+    except TimeoutError as error:  # of a wait for episodes: it says what did not happen
+        if debug:
+            traceback.print_exc()
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(RolloutError.exit_code)
     except KeyboardInterrupt:
         sys.stderr.write("stopped: interrupted\n")
         sys.exit(INTERRUPTED)

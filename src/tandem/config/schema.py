@@ -119,6 +119,15 @@ class InferenceConfig(Section):
     start_timeout_s: PositiveFloat = 120.0
     update_timeout_s: PositiveFloat = 120.0
 
+    @model_validator(mode="after")
+    def _reachable(self) -> Self:
+        if self.mode == "inprocess" and self.transport == "shared_memory":
+            raise ValueError("inference.transport=shared_memory needs inference.mode=process")
+        crosses = self.backend == "embedded" and self.mode == "process"
+        if crosses and self.transport == "inprocess":
+            raise ValueError("inference.transport=inprocess needs inference.mode=inprocess")
+        return self
+
 
 class RewardConfig(Section):
     """What scores a completion.
@@ -234,7 +243,9 @@ class EvalConfig(Section):
 
 class CheckpointConfig(Section):
     every: NonNegativeInt = Field(
-        10, description="steps between checkpoints; 0: first and last only"
+        10,
+        description="steps between checkpoints of RL; 0: first and last only; supervised stages "
+        "have checkpoint_every",
     )
     keep: PositiveInt | None = 2
     upload_url: str | None = None
@@ -275,6 +286,12 @@ class SFTConfig(Root):
     inference: InferenceConfig = InferenceConfig(mode="inprocess")
     reward: RewardConfig = RewardConfig()
 
+    @model_validator(mode="after")
+    def _one_interval(self) -> Self:
+        if self.checkpoint.every != CheckpointConfig().every:
+            raise ValueError("checkpoint.every is for RL; use sft.checkpoint_every")
+        return self
+
 
 class RLConfig(Root):
     """A run of reinforcement learning; ``warmup`` is an optional supervised stage before it."""
@@ -309,6 +326,4 @@ class RLConfig(Root):
             raise ValueError("rollout.min_group_size must be <= rollout.group_size")
         if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.horizon is None:
             raise ValueError("algorithm.horizon is required by seq-mean-token-sum-norm")
-        if self.inference.mode == "inprocess" and self.inference.transport == "shared_memory":
-            raise ValueError("inference.transport=shared_memory needs inference.mode=process")
         return self

@@ -203,12 +203,13 @@ def _masked(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration:
 def _fit(
     row: Demonstration, config: SFTStageConfig, where: str, dropped: Counter[str]
 ) -> Demonstration | None:
-    limit = config.max_length
+    limit = min(config.max_length, config.train.max_tokens_per_microbatch)
     if len(row.input_ids) > limit:
         if config.overlong == "error":
             raise DataError(
                 f"{where}: the demonstration has {len(row.input_ids)} tokens > {limit} allowed; "
-                "raise max_length or set overlong to filter or truncate"
+                "raise max_length (or train.max_tokens_per_microbatch), or set overlong to filter "
+                "or truncate"
             )
         if config.overlong == "filter":
             dropped["too long"] += 1

@@ -54,8 +54,10 @@ class ComposedInferenceEngine(InferenceEngine):
         self.executor.start()
 
     def destroy(self) -> None:
-        self.executor.close()
-        self.backend.close()
+        try:
+            self.executor.close()
+        finally:
+            self.backend.close()
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
         self.executor.note_request()

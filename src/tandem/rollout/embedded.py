@@ -18,9 +18,10 @@ class EmbeddedInferenceEngine(ComposedInferenceEngine):
         *,
         model_path: str,
         incarnation: str,
+        tokenizer_path: str | None = None,
         seed: int = 0,
         on_episode: EpisodeListener | None = None,
     ) -> None:
         backend_class = ChildBackend if inference.mode == "process" else EmbeddedBackend
-        backend = backend_class(inference, model_path, incarnation)
+        backend = backend_class(inference, model_path, incarnation, tokenizer_path=tokenizer_path)
         super().__init__(backend, rollout, seed=seed, on_episode=on_episode)

@@ -66,7 +66,9 @@ class RolloutExecutor:
             batch_size=config.batch_size,
             stale_policy=config.stale_policy,
         )
-        self._loop = EpisodeLoop(engine, on_episode)
+        self._loop = EpisodeLoop(
+            engine, on_episode, temperature=config.generation.training_temperature
+        )
         self._lock = self._loop.lock
         self._feed = PromptFeed()
         self._queue: deque[Run] = deque()

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 10.0
+
 Outcome = tuple[EpisodeState, str | None]
 Settle = Callable[[Run, BaseException | None], Outcome]
 """Called under the lock when an attempt ends; returns the state and the reason to report."""
@@ -38,16 +40,20 @@ class EpisodeLoop:
     """One daemon thread with an event loop. ``lock`` guards this and all that its users share.
 
     ``active`` holds the attempts that run and are not settled, ``num_late`` counts results that
-    came after their attempt was given up. ``fatal`` is what every wait must raise.
+    came after their attempt was given up. ``fatal`` is what every wait must raise. ``temperature``
+    is that of rows which name none.
     """
 
-    def __init__(self, engine: InferenceEngine, on_episode: EpisodeListener | None) -> None:
+    def __init__(
+        self, engine: InferenceEngine, on_episode: EpisodeListener | None, *, temperature: float
+    ) -> None:
         self.lock = threading.Condition(threading.RLock())
         self.active: set[Run] = set()
         self.num_late = 0
         self.fatal: BaseException | None = None
         self._engine = engine
         self._on_episode = on_episode
+        self._temperature = temperature
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
@@ -73,8 +79,11 @@ class EpisodeLoop:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Cancel every attempt, end the thread, wake all waits with an error. Idempotent."""
+    def close(self) -> None:
+        """Cancel every attempt, end the thread, wake all waits with an error. Idempotent.
+
+        A thread that a workflow or a reward blocks is left behind after ``CLOSE_TIMEOUT_S``.
+        """
         if self._thread is None or self._loop is None:
             return
         with self.lock:
@@ -82,12 +91,14 @@ class EpisodeLoop:
             runs = list(self.active)
             for run in runs:
                 self._give_up(run)
-        ending = asyncio.run_coroutine_threadsafe(_cancel(runs, timeout_s), self._loop)
+        ending = asyncio.run_coroutine_threadsafe(_cancel(runs, CLOSE_TIMEOUT_S), self._loop)
         try:
-            ending.result(timeout_s + 1.0)
+            ending.result(CLOSE_TIMEOUT_S + 1.0)
+        except TimeoutError:
+            log.warning("the rollout thread is left behind: its event loop is blocked")
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout_s)
+            self._thread.join(CLOSE_TIMEOUT_S)
             self._thread = self._loop = None
 
     @property
@@ -177,7 +188,8 @@ class EpisodeLoop:
         rows = await run.workflow.arun_episode(self._engine, run.episode)
         if rows is None:
             return None
-        return check_rows(rows, run.episode_id, run.episode.attempt)
+        attempt = run.episode.attempt
+        return check_rows(rows, run.episode_id, attempt, temperature=self._temperature)
 
     def _give_up(self, run: Run) -> None:
         run.settled = True

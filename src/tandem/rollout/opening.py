@@ -19,10 +19,12 @@ def open_inference_engine(
     tokenizer: Any,
     incarnation: str,
     seed: int,
+    tokenizer_path: str | None = None,
 ) -> ComposedInferenceEngine:
     """The engine that ``inference.backend`` names, started.
 
     ``scripted`` completes prompts with random texts that are a function of (prompt, seed).
+    ``tokenizer_path`` is that of ``tokenizer`` when it does not lie in ``model_path``.
     """
     engine: ComposedInferenceEngine
     if inference.backend == "scripted":
@@ -32,7 +34,12 @@ def open_inference_engine(
         )
     else:
         engine = EmbeddedInferenceEngine(
-            inference, rollout, model_path=model_path, incarnation=incarnation, seed=seed
+            inference,
+            rollout,
+            model_path=model_path,
+            incarnation=incarnation,
+            tokenizer_path=tokenizer_path,
+            seed=seed,
         )
     engine.initialize()
     return engine

@@ -23,11 +23,11 @@ REQUIRED_PER_TOKEN = {
 }
 
 
-def check_rows(rows: Any, episode_id: int, attempt: int) -> TensorDict:
+def check_rows(rows: Any, episode_id: int, attempt: int, *, temperature: float = 1.0) -> TensorDict:
     """A copy of what a workflow returned with ids of its episode, or ``DataError`` saying why not.
 
-    ``group_ids`` and ``sample_ids`` are filled in when the workflow left them out: one group, one
-    trajectory a row.
+    What the workflow left out is filled in: ``group_ids`` and ``sample_ids`` (one group, one
+    trajectory a row), ``truncated`` (none is) and ``temperature`` (the configured one).
     """
     where = f"rows of episode {episode_id}"
     if not isinstance(rows, TensorDict):
@@ -47,11 +47,19 @@ def check_rows(rows: Any, episode_id: int, attempt: int) -> TensorDict:
             raise DataError(f"{where}: {key} has shape {list(received)}, allowed: {list(shape)}")
     if (received := _require(rows, "rewards", torch.float32, where)) != (num_rows,):
         raise DataError(f"{where}: rewards has shape {list(received)}, allowed: [{num_rows}]")
+    if bool(rows["rewards"].isinf().any()):
+        raise DataError(f"{where}: a reward is infinite, allowed: finite numbers, NaN for no score")
     _check_trained_tokens(rows, where)
-    for key, default in (("group_ids", [episode_id] * num_rows), ("sample_ids", range(num_rows))):
+    defaults = {
+        "group_ids": torch.full((num_rows,), episode_id),
+        "sample_ids": torch.arange(num_rows),
+        "truncated": torch.zeros(num_rows, dtype=torch.bool),
+        "temperature": torch.full((num_rows,), temperature),
+    }
+    for key, default in defaults.items():
         if key not in rows:
-            rows[key] = torch.tensor(list(default), dtype=torch.int64)
-        elif _require(rows, key, torch.int64, where) != (num_rows,):
+            rows[key] = default
+        elif _require(rows, key, default.dtype, where) != (num_rows,):
             raise DataError(f"{where}: {key} has another shape than [{num_rows}]")
     rows["episode_ids"] = torch.full((num_rows,), episode_id, dtype=torch.int64)
     rows["attempt"] = torch.full((num_rows,), attempt, dtype=torch.int64)

@@ -162,7 +162,7 @@ class SingleTurnWorkflow(RolloutWorkflow):
             "logprobs": torch.tensor([0.0] * num_prompt + response.output_logprobs),
             "versions": torch.tensor([-1] * num_prompt + response.output_versions),
             "rewards": torch.tensor(float("nan") if sample.reward is None else sample.reward),
-            "temperature": 1.0 if self.generation.is_greedy else self.generation.temperature,
+            "temperature": self.generation.training_temperature,
             "truncated": response.stop_reason == "length",
             "group_ids": episode.episode_id,
             "sample_ids": sample.index,

@@ -97,6 +97,10 @@ class RolloutWorkflow(ABC):
         """Rows of a batch (``input_ids``, ``attention_mask``, ``loss_mask``, ``logprobs``,
         ``versions``, ``rewards``), or None: rejected.
 
+        ``temperature`` is that of ``rollout.generation`` unless the rows have it, ``truncated``
+        false; ``group_ids`` and ``sample_ids`` say what belongs together (default: one group, one
+        trajectory a row).
+
         ``data`` is an ``Episode`` when the executor calls. An exception makes the episode failed.
         """
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 from torch import Tensor
 
 from tandem.errors import CheckpointError, ConfigError, DataError
@@ -94,7 +95,7 @@ class replacing:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             shutil.rmtree(self._fresh, ignore_errors=True)
-            if isinstance(error, OSError):
+            if isinstance(error, OSError | SafetensorError):
                 raise CheckpointError(f"cannot write {str(self._path)!r}: {error}") from error
             return
         shutil.rmtree(self._old, ignore_errors=True)

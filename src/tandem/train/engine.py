@@ -54,9 +54,6 @@ from tandem.weights import publish
 
 ParamStream = Iterator[tuple[str, Tensor]]
 
-OPTIM_FOLDER = "training_state"
-"""Where ``save`` with ``with_optim`` puts what a Hugging Face directory has no place for."""
-
 
 class TrainEngine(ABC):
     """Learns: forward, backward, step, and everything that belongs to the state of learning.

@@ -64,10 +64,6 @@ def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
     return peft_config
 
 
-def has_adapter(model: Any) -> bool:
-    return any(isinstance(module, BaseTunerLayer) for module in model.modules())
-
-
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
     """Adapter parameters under the names of adapter files."""
     return {

@@ -6,6 +6,7 @@ Runs outside the staleness ledger, so that it can happen before, during and afte
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from tensordict import TensorDict
 
 from tandem.config import EvalConfig, RewardConfig
 from tandem.data.batch import concat_batches
+from tandem.data.packing import balanced_sizes
 from tandem.data.prompts import PromptSource, open_prompts
 from tandem.observe import Sample
 from tandem.rollout import InferenceEngine, SingleTurnWorkflow, load_reward
@@ -74,10 +76,13 @@ class HeldOut:
         A sample whose reward failed counts as not correct and in ``num_failed``.
         """
         prompts = self.prompts.all()
-        batches = []
-        for start in range(0, len(prompts), self.config.batch_size):
-            chunk = prompts[start : start + self.config.batch_size]
-            batches.append(engine.rollout_batch(chunk, self._workflow))
+        remaining = iter(prompts)
+        # Even parts: a last one of few prompts, all of which fail, would be an error.
+        num_parts = -(-len(prompts) // self.config.batch_size)
+        batches = [
+            engine.rollout_batch(list(islice(remaining, size)), self._workflow)
+            for size in balanced_sizes(len(prompts), num_parts)
+        ]
         rows = concat_batches(batches)
         reward_B = rows["rewards"].double().nan_to_num(0.0)
         right_B = reward_B >= 1.0

@@ -44,6 +44,7 @@ def run_eval(config: Root) -> dict[str, Any]:
         tokenizer=tokenizer,
         incarnation=uuid.uuid4().hex[:12],
         seed=seed,
+        tokenizer_path=config.model.tokenizer_path,
     )
     try:
         started = time.monotonic()

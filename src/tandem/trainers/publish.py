@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+
 from tandem.config import InferenceConfig
+from tandem.errors import WeightSyncError
 from tandem.rollout import InferenceEngine
 from tandem.train import TrainEngine
 from tandem.types import TransportKind, WeightUpdateMeta
+from tandem.weights import release
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+SLACK_S = 10.0
+"""How long the backend's own deadline, which says what was waited for, may come late."""
 
 
 def publish_weights(
@@ -21,22 +31,41 @@ def publish_weights(
 
     Afterwards both engines have that version and the training batch in hand is consumed.
 
+    An update that fails is tried again, ``ATTEMPTS`` times in all.
+
     Raises:
         WeightSyncError: the update was refused; the old version serves on.
+        EngineError: the backend ended.
     """
     meta = WeightUpdateMeta(
         type=transport_of(config),
         version=version,
         incarnation=incarnation,
-        channel=f"policy-{incarnation}",
+        channel=_channel(incarnation),
         path=disk_path,
         dtype=config.dtype,
     )
-    future = inference.update_weights(meta)
-    train.upload_weights(meta)
-    future.result(timeout=config.update_timeout_s)
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            future = inference.update_weights(meta)
+            train.upload_weights(meta)
+            future.result(timeout=config.update_timeout_s + SLACK_S)
+            break
+        except WeightSyncError as error:
+            if attempt == ATTEMPTS:
+                raise
+            log.warning("publishing version %d again: %s", version, error)
     train.set_version(version)
     inference.set_version(version)
+
+
+def release_weights(incarnation: str) -> None:
+    """Free what ``publish_weights`` holds for a start of a run; call it when that start ends."""
+    release(_channel(incarnation))
+
+
+def _channel(incarnation: str) -> str:
+    return f"policy-{incarnation}"
 
 
 def transport_of(config: InferenceConfig) -> TransportKind:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +25,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from tandem.algorithms.advantages import check_estimator
 from tandem.algorithms.objective import PolicyObjective
 from tandem.checkpoint import staging
 from tandem.config import RLConfig
@@ -47,7 +49,7 @@ from tandem.rollout import (
 )
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
-from tandem.trainers.publish import publish_weights
+from tandem.trainers.publish import publish_weights, release_weights
 from tandem.trainers.rl_batch import (
     Recorder,
     build_objective,
@@ -56,7 +58,7 @@ from tandem.trainers.rl_batch import (
     prepare_batch,
     select_tokens,
 )
-from tandem.trainers.run import Run, open_run
+from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.trainers.sft import run_stage
 from tandem.types import FinetuneSpec, LossFn, SaveLoadMeta
 
@@ -73,9 +75,16 @@ def run_rl(config: RLConfig, *, resume: bool = False) -> dict[str, Any]:
     """
     with open_run(config, resume=resume) as run:
         model_path = resolve_model(config.model, seed=config.run.seed, workdir=run.dir)
+        task = open_task(config, model_path)
         if config.warmup is not None:
-            model_path = run_stage(config.warmup, model_path, run, run.dir / "warmup")
-        with open_session(config, run, model_path) as session:
+            model_path = run_stage(
+                config.warmup,
+                model_path,
+                run,
+                run.dir / "warmup",
+                tokenizer_path=config.model.tokenizer_path,
+            )
+        with open_session(task, run, model_path) as session:
             session.train()
             return session.finish()
 
@@ -94,38 +103,73 @@ class RLState:
     samples_before: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
-@contextmanager
-def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSession]:
-    """Start the engines, restore the newest checkpoint if there is one, release all at the end."""
-    with ExitStack() as stack:
-        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
-        config = _with_prompt_limit(config, model_path)
-        prompts = open_prompts(
-            config.data,
+@dataclasses.dataclass(frozen=True)
+class RLTask:
+    """What a run learns and is measured by. Opened before anything is trained, so that a mistake in
+    it costs no time; ``config`` has its prompt limit resolved."""
+
+    config: RLConfig
+    tokenizer: Any
+    prompts: PromptSource
+    workflow: RolloutWorkflow
+    objective: PolicyObjective
+    held_out: HeldOut | None
+
+
+def open_task(config: RLConfig, model_path: str) -> RLTask:
+    check_estimator(config.algorithm.advantage, config.algorithm.advantage_kwargs)
+    objective = build_objective(config.algorithm)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+    config = _with_prompt_limit(config, model_path)
+    limit = config.rollout.max_prompt_tokens
+    assert limit is not None
+    workflow = _open_workflow(config, tokenizer)
+    prompts = open_prompts(
+        config.data,
+        tokenizer,
+        seed=config.run.seed,
+        max_prompt_tokens=limit,
+        overlong=config.rollout.overlong_prompt,
+    )
+    held_out = None
+    if config.eval.data is not None:
+        held_out = HeldOut(
+            config.eval,
+            config.rollout.reward,
             tokenizer,
+            max_prompt_tokens=limit,
             seed=config.run.seed,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-            overlong=config.rollout.overlong_prompt,
         )
-        train = _open_train_engine(config, model_path, prompts)
+    return RLTask(config, tokenizer, prompts, workflow, objective, held_out)
+
+
+@contextmanager
+def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]:
+    """Start the engines, restore the newest checkpoint if there is one, release all at the end."""
+    config = task.config
+    seed_generators(config.run.seed)
+    with ExitStack() as stack:
+        train = _open_train_engine(config, model_path)
         stack.callback(train.destroy)
         reference = None
         if config.algorithm.kl_coef > 0 and config.model.lora is None:
-            reference = _open_train_engine(config, model_path, prompts)
+            reference = _open_train_engine(config, model_path)
             stack.callback(reference.destroy)
         rollout = open_inference_engine(
             config.inference,
             config.rollout,
             model_path=model_path,
-            tokenizer=tokenizer,
+            tokenizer=task.tokenizer,
             incarnation=run.incarnation,
             seed=config.run.seed,
+            tokenizer_path=config.model.tokenizer_path,
         )
+        stack.callback(release_weights, run.incarnation)
         stack.callback(rollout.destroy)
         progress = stack.enter_context(
             Progress("rl", total=config.steps, enabled=config.tracking.progress)
         )
-        session = RLSession(config, run, tokenizer, prompts, train, reference, rollout, progress)
+        session = RLSession(task, run, train, reference, rollout, progress)
         session.restore()
         yield session
 
@@ -134,32 +178,17 @@ def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSess
 class RLSession:
     """The engines of one start of a run and the loop over them."""
 
-    config: RLConfig
+    task: RLTask
     run: Run
-    tokenizer: Any
-    prompts: PromptSource
     train_engine: TrainEngine
     reference: TrainEngine | None
     rollout: ComposedInferenceEngine
     progress: Progress
 
     def __post_init__(self) -> None:
-        config = self.config
+        self.config = self.task.config
         self.state = RLState()
-        self.objective: PolicyObjective = build_objective(config.algorithm)
-        self.workflow = _open_workflow(config, self.tokenizer)
         self.last_evaluation: Evaluation | None = None
-        self.held_out: HeldOut | None = None
-        if config.eval.data is not None:
-            limit = config.rollout.max_prompt_tokens
-            assert limit is not None
-            self.held_out = HeldOut(
-                config.eval,
-                config.rollout.reward,
-                self.tokenizer,
-                max_prompt_tokens=limit,
-                seed=config.run.seed,
-            )
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -188,16 +217,16 @@ class RLSession:
         """One training batch: roll out, prepare, optimise, publish exactly one new version."""
         clock = _Clock()
         accept = has_signal if self.config.rollout.drop_zero_variance else None
-        batch = self.rollout.prepare_batch(self.prompts, self.workflow, accept)
+        batch = self.rollout.prepare_batch(self.task.prompts, self.task.workflow, accept)
         clock.lap("rollout")
         staleness = self.rollout.take_metrics()
         batch, metrics = prepare_batch(
             batch, self.train_engine, self.config.algorithm, reference=self.reference
         )
         clock.lap("prepare")
-        objective = (
-            Recorder(self.objective, batch) if self.objective.single_step else self.objective
-        )
+        objective: LossFn = self.task.objective
+        if self.task.objective.single_step:
+            objective = Recorder(self.task.objective, batch)
         steps = [
             self._optimizer_step(minibatch, objective)
             for minibatch in minibatches(batch, self.config.algorithm)
@@ -251,9 +280,9 @@ class RLSession:
         self.progress.update(state.step, metrics)
 
     def _evaluate(self) -> dict[str, float]:
-        if self.held_out is None:
+        if self.task.held_out is None:
             return {}
-        result = self.held_out.evaluate(self.rollout)
+        result = self.task.held_out.evaluate(self.rollout)
         self.last_evaluation = result
         self.state.accuracies[str(self.state.step)] = result.accuracy
         if self.state.step == 0:
@@ -271,6 +300,7 @@ class RLSession:
             )
             state = dataclasses.replace(self.state, wall_s=self._wall_s())
             target.manifest_extra["loop"] = dataclasses.asdict(state)
+            target.manifest_extra["data"] = self.task.prompts.state_dict()
             target.manifest_extra["rollout"] = self.rollout.state_dict()
 
     def _wall_s(self) -> float:
@@ -282,6 +312,8 @@ class RLSession:
         checkpoint = self.run.checkpoint
         if checkpoint is None:
             return
+        # The position is the rollout's; this notices that the prompts are others now.
+        self.task.prompts.load_state_dict(checkpoint.extra["data"])
         self.train_engine.load_checkpoint(str(checkpoint.path / "policy"))
         self.state = RLState(**checkpoint.extra["loop"])
         self.rollout.load_state_dict(checkpoint.extra["rollout"])
@@ -295,7 +327,7 @@ class RLSession:
         model_dir: Path | None = None
         if config.checkpoint.export_model:
             model_dir = self.run.dir / "model"
-            self.train_engine.save(SaveLoadMeta(str(model_dir), tokenizer=self.tokenizer))
+            self.train_engine.save(SaveLoadMeta(str(model_dir), tokenizer=self.task.tokenizer))
         summary = {
             "accuracy_before": state.accuracies.get("0"),
             "accuracy_after": state.accuracies.get(str(state.step)),
@@ -322,7 +354,7 @@ class RLSession:
             model_dir=model_dir,
             before=summary["accuracy_before"],
             after=summary["accuracy_after"],
-            num_problems=len(self.held_out.prompts) if self.held_out else None,
+            num_problems=len(self.task.held_out.prompts) if self.task.held_out else None,
             rewards=self.state.rewards,
             samples_before=[Sample(**sample) for sample in self.state.samples_before],
             samples_after=self.last_evaluation.samples if self.last_evaluation else (),
@@ -355,22 +387,25 @@ def has_signal(rows: TensorDict) -> bool:
 
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
     """``config`` with ``max_prompt_tokens`` set to what context and micro-batch leave room for."""
-    room = min(
-        context_length(model_path) - 1,
-        config.train.max_tokens_per_microbatch - config.rollout.generation.max_new_tokens,
+    generation = config.rollout.generation
+    context = min(
+        context_length(model_path),
+        config.inference.max_context or sys.maxsize,
+        generation.max_tokens or sys.maxsize,
     )
+    room = min(context - 1, config.train.max_tokens_per_microbatch - generation.max_new_tokens)
     limit = config.rollout.max_prompt_tokens or room
     if limit > room or room < 1:
         raise ConfigError(
             f"rollout.max_prompt_tokens: got {limit}, allowed: 1 to {room}; a prompt with its "
             f"completion must fit train.max_tokens_per_microbatch "
-            f"({config.train.max_tokens_per_microbatch}) and the model's context"
+            f"({config.train.max_tokens_per_microbatch}) and the context ({context})"
         )
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
     return config.model_copy(update={"rollout": rollout})
 
 
-def _open_train_engine(config: RLConfig, model_path: str, prompts: PromptSource) -> TrainEngine:
+def _open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
     engine: TrainEngine = EngineRegistry.new(
         "language_model",
         config.train.backend,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 import signal
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
 
@@ -148,6 +150,13 @@ def set_threads(config: Root) -> None:
         taken = inference.threads if inference and inference.mode == "process" else 0
         threads = max(1, len(os.sched_getaffinity(0)) - taken)
     torch.set_num_threads(threads)
+
+
+def seed_generators(seed: int) -> None:
+    """Seed the global generators of Python, numpy and torch, whose state checkpoints keep."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def _check_same_run(config: Root, config_file: Path) -> None:

@@ -23,8 +23,8 @@ from tandem.observe import MetricsLogger, Progress, RunReport, final_screen, wri
 from tandem.rollout import ComposedInferenceEngine, open_inference_engine
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
-from tandem.trainers.publish import publish_weights
-from tandem.trainers.run import Run, open_run
+from tandem.trainers.publish import publish_weights, release_weights
+from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.types import FinetuneSpec, SaveLoadMeta
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,14 @@ def run_sft(config: SFTConfig, *, resume: bool = False) -> dict[str, Any]:
         return _finish(config, run, stage, evaluator)
 
 
-def run_stage(config: SFTStageConfig, model_path: str, run: Run, directory: Path) -> str:
+def run_stage(
+    config: SFTStageConfig,
+    model_path: str,
+    run: Run,
+    directory: Path,
+    *,
+    tokenizer_path: str | None = None,
+) -> str:
     """Train one stage inside ``run`` and return the directory of the resulting model.
 
     A stage that is complete already is not run again; one that was cut short goes on.
@@ -70,7 +77,7 @@ def run_stage(config: SFTStageConfig, model_path: str, run: Run, directory: Path
     checkpoint = latest(directory)
     if checkpoint is not None:
         supersede_newer(directory, checkpoint.step)
-    stage = SFTStage(config, model_path, seed=run.config.run.seed)
+    stage = SFTStage(config, model_path, seed=run.config.run.seed, tokenizer_path=tokenizer_path)
     first = checkpoint.step + 1 if checkpoint else 1
     with MetricsLogger(directory, resume_step=first) as metrics:
         try:
@@ -95,6 +102,7 @@ class SFTStage:
         lora: LoraConfig | None = None,
         tokenizer_path: str | None = None,
     ) -> None:
+        seed_generators(seed)
         self.config = config
         self.model_path = model_path
         self.tokenizer = load_tokenizer(tokenizer_path or model_path)
@@ -137,8 +145,15 @@ class SFTStage:
         metrics = {name if "/" in name else f"sft/{name}": v for name, v in result.items()}
         return metrics | {"timing_s/step": wall, "perf/tokens_per_s": num_tokens / wall}
 
-    def save(self, run_dir: Path, *, keep: int | None, extra: dict[str, Any] | None = None) -> None:
-        with staging(run_dir, self.step, keep=keep) as target:
+    def save(
+        self,
+        run_dir: Path,
+        *,
+        keep: int | None,
+        upload_url: str | None = None,
+        extra: dict[str, Any] | None = None,
+    ) -> None:
+        with staging(run_dir, self.step, keep=keep, upload_url=upload_url) as target:
             self.engine.save_checkpoint(str(target.path / "policy"), global_step=self.step)
             target.manifest_extra.update({"data": self.data.state_dict(), **(extra or {})})
 
@@ -171,6 +186,8 @@ def _run_steps(
     evaluator: _Evaluator | None,
 ) -> None:
     tracking, keep = run.config.tracking, run.config.checkpoint.keep
+    # A warm-up, which has no evaluator, is a part of its run: what is uploaded are that run's own.
+    upload_url = run.config.checkpoint.upload_url if evaluator else None
     every = stage.config.checkpoint_every
     with Progress(
         "sft", stage.total_steps, start=stage.step, title=title, enabled=tracking.progress
@@ -184,7 +201,12 @@ def _run_steps(
             stopping = run.stop.requested is not None
             last = stage.step == stage.total_steps
             if stopping or last or (every and stage.step % every == 0):
-                stage.save(directory, keep=keep, extra=evaluator.state() if evaluator else None)
+                stage.save(
+                    directory,
+                    keep=keep,
+                    upload_url=upload_url,
+                    extra=evaluator.state() if evaluator else None,
+                )
             run.raise_if_stopped()
 
 
@@ -235,6 +257,7 @@ class _Evaluator:
                 tokenizer=self.stage.tokenizer,
                 incarnation=self.run.incarnation,
                 seed=self.config.run.seed,
+                tokenizer_path=self.config.model.tokenizer_path,
             )
         return self._engine
 
@@ -247,6 +270,7 @@ class _Evaluator:
     def close(self) -> None:
         if self._engine is not None:
             self._engine.destroy()
+        release_weights(self.run.incarnation)
 
 
 def _finish(config: SFTConfig, run: Run, stage: SFTStage, evaluator: _Evaluator) -> dict[str, Any]:

@@ -6,6 +6,7 @@ formulas.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,22 @@ from tandem.algorithms.advantages.groups import group_rewards
 from tandem.algorithms.advantages.table import ADVANTAGES, EXTRA_INPUTS, TOKEN_ADVANTAGES
 from tandem.algorithms.tokens import under_mask
 from tandem.errors import ConfigError, DataError
+
+
+def check_estimator(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` unless there is an estimator ``name`` that takes ``kwargs``."""
+    estimator = ADVANTAGES.get(name) or TOKEN_ADVANTAGES.get(name)
+    if estimator is None:
+        allowed = ", ".join([*ADVANTAGES, *TOKEN_ADVANTAGES])
+        raise ConfigError(f"algorithm.advantage: got {name!r}, allowed: {allowed}")
+    parameters = inspect.signature(estimator).parameters.values()
+    known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    known -= {"reduce", *EXTRA_INPUTS.get(name, ())}
+    if unknown := sorted(set(kwargs) - known):
+        raise ConfigError(
+            f"algorithm.advantage_kwargs.{unknown[0]}: {name} does not take it, allowed: "
+            f"{', '.join(sorted(known)) or 'none'}"
+        )
 
 
 def assign_advantages(
@@ -31,9 +48,7 @@ def assign_advantages(
     that carry no signal: all rewards equal, or only one. ``gae`` and ``reinforce++`` also write
     ``returns``. ``kwargs`` go to the estimator. The caller's batch is not changed.
     """
-    if name not in ADVANTAGES and name not in TOKEN_ADVANTAGES:
-        allowed = ", ".join([*ADVANTAGES, *TOKEN_ADVANTAGES])
-        raise ConfigError(f"algorithm.advantage: got {name!r}, allowed: {allowed}")
+    check_estimator(name, kwargs)
     mask_BT = _get(batch, "loss_mask", name).bool()
     rows = _one_row_per_trajectory(batch)
     if name in TOKEN_ADVANTAGES:

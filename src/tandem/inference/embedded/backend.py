@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
 from tandem.config.schema import InferenceConfig
@@ -24,14 +25,37 @@ CAPABILITIES = frozenset(
 )
 
 
+def at_border(done: Future[None], config: InferenceConfig) -> None:
+    """Wait for what is done at the next token border, as long as for a weight update.
+
+    Raises:
+        EngineError: the generator did not come to a border in time.
+    """
+    try:
+        done.result(config.update_timeout_s)
+    except FutureTimeoutError:
+        raise EngineError(
+            f"the generator reached no token border within {config.update_timeout_s:g} s "
+            "(inference.update_timeout_s); it hangs or is very slow"
+        ) from None
+
+
 class EmbeddedBackend(GenerationBackend):
     """Shares this process's torch threads with whatever else runs here (``threads`` is unused)."""
 
     capabilities = CAPABILITIES
 
-    def __init__(self, config: InferenceConfig, model_path: str, incarnation: str) -> None:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        model_path: str,
+        incarnation: str,
+        *,
+        tokenizer_path: str | None = None,
+    ) -> None:
         self._config = config
         self._model_path = model_path
+        self._tokenizer_path = tokenizer_path
         self._incarnation = incarnation
         self._pending = Pending()
         self._starting = threading.Lock()
@@ -42,7 +66,12 @@ class EmbeddedBackend(GenerationBackend):
         with self._starting:
             self._pending.refuse_if_ended()
             if self._loop is None:
-                self._core = build_core(self._config, self._model_path, self._incarnation)
+                self._core = build_core(
+                    self._config,
+                    self._model_path,
+                    self._incarnation,
+                    tokenizer_path=self._tokenizer_path,
+                )
                 self._loop = CoreLoop(self._core, deliver=self._pending.deliver, die=self._die)
                 self._loop.start()
 
@@ -79,10 +108,10 @@ class EmbeddedBackend(GenerationBackend):
         return WeightVersion(self._incarnation, 0) if core is None else core.version
 
     def pause_generation(self) -> None:
-        self._running().call(EmbeddedCore.pause).result()
+        at_border(self._running().call(EmbeddedCore.pause), self._config)
 
     def resume_generation(self) -> None:
-        self._running().call(EmbeddedCore.resume).result()
+        at_border(self._running().call(EmbeddedCore.resume), self._config)
 
     def stats(self) -> Mapping[str, Any]:
         return self._running().stats()

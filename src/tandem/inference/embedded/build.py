@@ -24,16 +24,26 @@ PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
-def build_core(config: InferenceConfig, model_path: str, incarnation: str) -> EmbeddedCore:
+def build_core(
+    config: InferenceConfig,
+    model_path: str,
+    incarnation: str,
+    *,
+    tokenizer_path: str | None = None,
+) -> EmbeddedCore:
     """Load the model as version 0 of ``incarnation`` and probe it.
+
+    ``tokenizer_path`` is where the tokenizer lies when it is not in ``model_path``: its EOS ends
+    completions and it finds stop strings.
 
     Raises:
         ConfigError: the directory, the device or ``max_context`` does not fit.
         CapabilityError: the model cannot be decoded with our cache.
     """
     model = load_causal_lm(model_path, dtype=DTYPES[config.dtype], device=_device(config))
-    has_tokenizer = any((Path(model_path) / name).is_file() for name in _TOKENIZER_FILES)
-    tokenizer = load_tokenizer(model_path) if has_tokenizer else None
+    source = tokenizer_path or model_path
+    has_tokenizer = any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
+    tokenizer = load_tokenizer(source) if has_tokenizer else None
     probe(model, tolerance=PROBE_TOLERANCE[config.dtype])
     return EmbeddedCore(
         model,

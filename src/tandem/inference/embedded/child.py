@@ -48,7 +48,12 @@ class Child:
         try:
             config = InferenceConfig.model_validate(first["config"])
             torch.set_num_threads(config.threads)
-            core = build_core(config, first["model_path"], first["incarnation"])
+            core = build_core(
+                config,
+                first["model_path"],
+                first["incarnation"],
+                tokenizer_path=first.get("tokenizer_path"),
+            )
         except TandemError as error:
             self._send({"type": "refused", **encode_error(error)})
             return error.exit_code

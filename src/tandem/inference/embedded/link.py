@@ -194,8 +194,12 @@ class ChildLink:
 
     def _read_answers(self) -> None:
         stream = cast("BinaryIO", self._process.stdout)
-        while (frame := read_frame(stream)) is not None:
-            self._handle(frame)
+        try:
+            while (frame := read_frame(stream)) is not None:
+                self._handle(frame)
+        except Exception as error:  # everyone who waits must hear of it
+            logger.exception("an answer of the child engine cannot be used")
+            self.kill(f"an answer of the child engine cannot be used: {error!r}")
         self._process.wait()
         self._threads[0].join()
         with self._changed:

@@ -14,7 +14,7 @@ from typing import Any
 from tandem.config.schema import InferenceConfig
 from tandem.errors import EngineError
 from tandem.inference.backend import GenerationBackend
-from tandem.inference.embedded.backend import CAPABILITIES, CLOSED
+from tandem.inference.embedded.backend import CAPABILITIES, CLOSED, at_border
 from tandem.inference.embedded.link import ChildLink
 from tandem.inference.embedded.pending import Pending
 from tandem.inference.updates import PendingUpdate
@@ -29,9 +29,17 @@ class ChildBackend(GenerationBackend):
 
     capabilities = CAPABILITIES
 
-    def __init__(self, config: InferenceConfig, model_path: str, incarnation: str) -> None:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        model_path: str,
+        incarnation: str,
+        *,
+        tokenizer_path: str | None = None,
+    ) -> None:
         self._config = config
         self._model_path = model_path
+        self._tokenizer_path = tokenizer_path
         self._version = WeightVersion(incarnation, 0)
         self._pending = Pending()
         self._starting = threading.Lock()
@@ -46,6 +54,7 @@ class ChildBackend(GenerationBackend):
                     "config": self._config.model_dump(mode="json"),
                     "model_path": self._model_path,
                     "incarnation": self._version.incarnation,
+                    "tokenizer_path": self._tokenizer_path,
                 }
                 child.begin(first, self._config.start_timeout_s)
                 self._child = child
@@ -86,10 +95,10 @@ class ChildBackend(GenerationBackend):
         return self._version
 
     def pause_generation(self) -> None:
-        self._running().call("pause").result()
+        at_border(self._running().call("pause"), self._config)
 
     def resume_generation(self) -> None:
-        self._running().call("resume").result()
+        at_border(self._running().call("resume"), self._config)
 
     def stats(self) -> Mapping[str, Any]:
         child = self._running()
