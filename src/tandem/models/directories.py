@@ -13,16 +13,34 @@ from transformers.utils import logging as hf_logging
 
 
 @contextmanager
-def new_directory(target: Path) -> Iterator[Path]:
-    """A staging directory beside ``target``, renamed to it on success and removed on an error."""
+def new_directory(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """A staging directory beside ``target``, renamed to it on success and removed on an error.
+
+    Everything in it is durable before the rename. With ``replace`` an older ``target`` goes.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}-{uuid.uuid4().hex}"
+    old = staging.with_name(f"{staging.name}.old")
     staging.mkdir()
     try:
         yield staging
+        for path in staging.rglob("*"):
+            _sync(path)
+        if replace and target.exists():
+            os.rename(target, old)
         os.rename(staging, target)
+        _sync(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Checkpoints of a run are ``state``.
 from __future__ import annotations
 
 import copy
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tandem.errors import CheckpointError, ConfigError, DataError
+from tandem.models.directories import new_directory
 from tandem.models.loading import load_causal_lm
 from tandem.train import lora as adapters
 from tandem.train.export import full_tensors, is_tied
@@ -49,16 +49,21 @@ def save_directory(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         raise ConfigError(f"weight_format: got {meta.weight_format!r}, allowed: hf, adapter")
     if meta.weight_format == "adapter" and engine.lora is None:
         raise ConfigError("weight_format=adapter: there is no adapter; configure model.lora")
-    with replacing(Path(meta.path)) as target:
-        if meta.weight_format == "adapter":
-            adapters.save_adapter(engine.model, engine.peft_config, target)
-        else:
-            _write_model(
-                engine.model, target, full_tensors(engine.model, engine._full_tensor, None)
-            )
-            _write_tokenizer(meta, target, source=meta.base_model_path or engine.model_path)
-        if meta.with_optim:
-            write_training_state(engine, target / OPTIM_FOLDER)
+    try:
+        with new_directory(Path(meta.path), replace=True) as target:
+            _write(engine, meta, target)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {meta.path!r}: {error}") from error
+
+
+def _write(engine: TrainEngine, meta: SaveLoadMeta, target: Path) -> None:
+    if meta.weight_format == "adapter":
+        adapters.save_adapter(engine.model, engine.peft_config, target)
+    else:
+        _write_model(engine.model, target, full_tensors(engine.model, engine._full_tensor, None))
+        _write_tokenizer(meta, target, source=meta.base_model_path or engine.model_path)
+    if meta.with_optim:
+        write_training_state(engine, target / OPTIM_FOLDER)
 
 
 def load_directory(engine: TrainEngine, meta: SaveLoadMeta) -> None:
@@ -74,35 +79,6 @@ def load_directory(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         adapters.load_adapter(engine.model, meta.path)
     else:
         _load_weights(engine, meta.path)
-
-
-class replacing:
-    """Context: a fresh directory beside ``path`` that takes its place on success."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._fresh = path.with_name(f"{path.name}.writing")
-        self._old = path.with_name(f"{path.name}.replaced")
-
-    def __enter__(self) -> Path:
-        shutil.rmtree(self._fresh, ignore_errors=True)
-        try:
-            self._fresh.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {str(self._path)!r}: {error}") from error
-        return self._fresh
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None:
-            shutil.rmtree(self._fresh, ignore_errors=True)
-            if isinstance(error, OSError | SafetensorError):
-                raise CheckpointError(f"cannot write {str(self._path)!r}: {error}") from error
-            return
-        shutil.rmtree(self._old, ignore_errors=True)
-        if self._path.exists():
-            os.rename(self._path, self._old)
-        os.rename(self._fresh, self._path)
-        shutil.rmtree(self._old, ignore_errors=True)
 
 
 def _write_model(model: Any, target: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:

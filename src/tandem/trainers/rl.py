@@ -64,6 +64,13 @@ from tandem.types import FinetuneSpec, LossFn, SaveLoadMeta
 
 log = logging.getLogger(__name__)
 
+NEEDS_MORE = {
+    "gae": "values of a critic",
+    "remax": "the reward of a greedy completion",
+    "gdpo": "rewards in parts",
+}
+"""Estimators of ``algorithms`` that need what no rollout here brings."""
+
 
 def run_rl(config: RLConfig, *, resume: bool = False) -> dict[str, Any]:
     """Train a policy as ``config`` says and return the content of ``summary.json``.
@@ -94,7 +101,6 @@ class RLState:
     """What a checkpoint keeps of the loop itself."""
 
     step: int = 0
-    wall_s: float = 0.0
     train_s: float = 0.0
     max_staleness_seen: int = 0
     mismatch_max: float = 0.0
@@ -117,7 +123,13 @@ class RLTask:
 
 
 def open_task(config: RLConfig, model_path: str) -> RLTask:
-    check_estimator(config.algorithm.advantage, config.algorithm.advantage_kwargs)
+    name = config.algorithm.advantage
+    check_estimator(name, config.algorithm.advantage_kwargs)
+    if name in NEEDS_MORE:
+        raise ConfigError(
+            f"algorithm.advantage: got {name!r}, which needs {NEEDS_MORE[name]}; rollouts of this "
+            "trainer have none, choose another estimator"
+        )
     objective = build_objective(config.algorithm)
     tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
     config = _with_prompt_limit(config, model_path)
@@ -298,14 +310,10 @@ class RLSession:
             self.train_engine.save_checkpoint(
                 str(target.path / "policy"), global_step=self.state.step
             )
-            state = dataclasses.replace(self.state, wall_s=self._wall_s())
-            target.manifest_extra["loop"] = dataclasses.asdict(state)
+            target.manifest_extra["wall_s"] = self.run.elapsed_s()
+            target.manifest_extra["loop"] = dataclasses.asdict(self.state)
             target.manifest_extra["data"] = self.task.prompts.state_dict()
             target.manifest_extra["rollout"] = self.rollout.state_dict()
-
-    def _wall_s(self) -> float:
-        """Of all starts of this run."""
-        return self.state.wall_s + self.run.elapsed_s()
 
     def restore(self) -> None:
         """Go on from the run's checkpoint, if it has one."""
@@ -331,7 +339,7 @@ class RLSession:
         summary = {
             "accuracy_before": state.accuracies.get("0"),
             "accuracy_after": state.accuracies.get(str(state.step)),
-            "wall_s": self._wall_s(),
+            "wall_s": self.run.elapsed_s(),
             "train_s": state.train_s,
             "steps": state.step,
             "seed": config.run.seed,

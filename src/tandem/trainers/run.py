@@ -71,7 +71,9 @@ class Run:
     started: float = field(default_factory=time.monotonic)
 
     def elapsed_s(self) -> float:
-        return time.monotonic() - self.started
+        """Wall time of this start and of those before it, up to their last checkpoints."""
+        earlier = self.checkpoint.extra["wall_s"] if self.checkpoint else 0.0
+        return float(earlier) + time.monotonic() - self.started
 
     def raise_if_stopped(self) -> None:
         """Raise ``Preempted`` when a stop was asked for. Call it after the state was saved."""

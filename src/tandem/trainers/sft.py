@@ -151,11 +151,11 @@ class SFTStage:
         *,
         keep: int | None,
         upload_url: str | None = None,
-        extra: dict[str, Any] | None = None,
+        extra: dict[str, Any],
     ) -> None:
         with staging(run_dir, self.step, keep=keep, upload_url=upload_url) as target:
             self.engine.save_checkpoint(str(target.path / "policy"), global_step=self.step)
-            target.manifest_extra.update({"data": self.data.state_dict(), **(extra or {})})
+            target.manifest_extra.update({"data": self.data.state_dict(), **extra})
 
     def restore(self, checkpoint: CheckpointDir) -> None:
         self.engine.load_checkpoint(str(checkpoint.path / "policy"))
@@ -205,7 +205,10 @@ def _run_steps(
                     directory,
                     keep=keep,
                     upload_url=upload_url,
-                    extra=evaluator.state() if evaluator else None,
+                    extra={
+                        "wall_s": run.elapsed_s(),
+                        "accuracies": evaluator.accuracies if evaluator else {},
+                    },
                 )
             run.raise_if_stopped()
 
@@ -260,9 +263,6 @@ class _Evaluator:
                 tokenizer_path=self.config.model.tokenizer_path,
             )
         return self._engine
-
-    def state(self) -> dict[str, Any]:
-        return {"accuracies": self.accuracies}
 
     def restore(self, checkpoint: CheckpointDir) -> None:
         self.accuracies = dict(checkpoint.extra["accuracies"])
