@@ -35,6 +35,30 @@ def test_missing_file_is_named(bed: Bed, tandem_command: Command):
     assert ended.message == "error: data.path: no such file or directory: 'no/such.jsonl'\n"
 
 
+@pytest.mark.parametrize(
+    ("option", "code", "complaint"),
+    [
+        ("data.path=no/such.jsonl", DATA, "no/such.jsonl"),
+        ("eval.data.path=no/such.jsonl", DATA, "no/such.jsonl"),
+        ("algorithm.advantage=grop", CONFIG, "algorithm.advantage: got 'grop'"),
+        ("algorithm.advantage_kwargs={nope: 1}", CONFIG, "grpo does not take 'nope'"),
+        ("algorithm.policy_loss=ppo", CONFIG, "policy_loss: got 'ppo'"),
+        ("rollout.workflow=no_such.py:Workflow", CONFIG, "no_such.py"),
+        ("rollout.reward.name=no_such.py:score", CONFIG, "no_such.py"),
+        ("eval.reward.name=no_such.py:score", CONFIG, "no_such.py"),
+        ("train.backend=nope", CONFIG, "no train engine"),
+        ("inference.max_context=1", CONFIG, "no room for a prompt"),
+    ],
+)
+def test_mistake_in_reinforcement_learning_costs_no_warm_up(
+    cold_bed: Bed, tandem_command: Command, option: str, code: int, complaint: str
+):
+    ended = tandem_command(*cold_bed.arguments("warmup.steps=2", "steps=1", option))
+    assert ended.code == code
+    assert complaint in ended.message
+    assert metrics(cold_bed.run_dir() / "warmup") == []
+
+
 def test_start_that_failed_can_be_repeated_with_other_settings(
     bed: Bed, cold_bed: Bed, tandem_command: Command
 ):

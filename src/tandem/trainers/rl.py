@@ -24,6 +24,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from tandem.algorithms.advantages import check_advantage
 from tandem.algorithms.objective import PolicyObjective
 from tandem.checkpoint import staging
 from tandem.config import RLConfig
@@ -73,9 +74,10 @@ def run_rl(config: RLConfig, *, resume: bool = False) -> dict[str, Any]:
     """
     with open_run(config, resume=resume) as run:
         model_path = resolve_model(config.model, seed=config.run.seed, workdir=run.dir)
+        inputs = open_inputs(config, model_path)
         if config.warmup is not None:
             model_path = run_stage(config.warmup, model_path, run, run.dir / "warmup")
-        with open_session(config, run, model_path) as session:
+        with open_session(inputs, run, model_path) as session:
             session.train()
             return session.finish()
 
@@ -94,30 +96,57 @@ class RLState:
     samples_before: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
 
+@dataclasses.dataclass(frozen=True)
+class RLInputs:
+    """What a run reads and calls. ``config`` has the prompt limit filled in."""
+
+    config: RLConfig
+    tokenizer: Any
+    prompts: PromptSource
+    objective: PolicyObjective
+    workflow: RolloutWorkflow
+    held_out: HeldOut | None
+
+
+def open_inputs(config: RLConfig, model_path: str) -> RLInputs:
+    """Read the data and find what the configuration names, so that a mistake costs no warm-up."""
+    EngineRegistry.get_engine_cls("language_model", config.train.backend, config.train.device)
+    check_advantage(config.algorithm.advantage, config.algorithm.advantage_kwargs)
+    tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+    config = _with_prompt_limit(config, model_path)
+    prompts = open_prompts(
+        config.data,
+        tokenizer,
+        seed=config.run.seed,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        overlong=config.rollout.overlong_prompt,
+    )
+    return RLInputs(
+        config=config,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        objective=build_objective(config.algorithm),
+        workflow=_open_workflow(config, tokenizer),
+        held_out=_open_held_out(config, tokenizer),
+    )
+
+
 @contextmanager
-def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSession]:
+def open_session(inputs: RLInputs, run: Run, model_path: str) -> Iterator[RLSession]:
     """Start the engines, restore the newest checkpoint if there is one, release all at the end."""
+    config = inputs.config
     with ExitStack() as stack:
-        tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
-        config = _with_prompt_limit(config, model_path)
-        prompts = open_prompts(
-            config.data,
-            tokenizer,
-            seed=config.run.seed,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-            overlong=config.rollout.overlong_prompt,
-        )
-        train = _open_train_engine(config, model_path, prompts)
+        train = _open_train_engine(config, model_path)
         stack.callback(train.destroy)
         reference = None
         if config.algorithm.kl_coef > 0 and config.model.lora is None:
-            reference = _open_train_engine(config, model_path, prompts)
+            reference = _open_train_engine(config, model_path)
             stack.callback(reference.destroy)
         rollout = open_inference_engine(
             config.inference,
             config.rollout,
             model_path=model_path,
-            tokenizer=tokenizer,
+            tokenizer=inputs.tokenizer,
             incarnation=run.incarnation,
             seed=config.run.seed,
         )
@@ -125,7 +154,7 @@ def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSess
         progress = stack.enter_context(
             Progress("rl", total=config.steps, enabled=config.tracking.progress)
         )
-        session = RLSession(config, run, tokenizer, prompts, train, reference, rollout, progress)
+        session = RLSession(inputs, run, train, reference, rollout, progress)
         session.restore()
         yield session
 
@@ -134,32 +163,17 @@ def open_session(config: RLConfig, run: Run, model_path: str) -> Iterator[RLSess
 class RLSession:
     """The engines of one start of a run and the loop over them."""
 
-    config: RLConfig
+    inputs: RLInputs
     run: Run
-    tokenizer: Any
-    prompts: PromptSource
     train_engine: TrainEngine
     reference: TrainEngine | None
     rollout: ComposedInferenceEngine
     progress: Progress
 
     def __post_init__(self) -> None:
-        config = self.config
+        self.config = self.inputs.config
         self.state = RLState()
-        self.objective: PolicyObjective = build_objective(config.algorithm)
-        self.workflow = _open_workflow(config, self.tokenizer)
         self.last_evaluation: Evaluation | None = None
-        self.held_out: HeldOut | None = None
-        if config.eval.data is not None:
-            limit = config.rollout.max_prompt_tokens
-            assert limit is not None
-            self.held_out = HeldOut(
-                config.eval,
-                config.rollout.reward,
-                self.tokenizer,
-                max_prompt_tokens=limit,
-                seed=config.run.seed,
-            )
 
     # --- the loop -----------------------------------------------------------------------------
 
@@ -188,16 +202,16 @@ class RLSession:
         """One training batch: roll out, prepare, optimise, publish exactly one new version."""
         clock = _Clock()
         accept = has_signal if self.config.rollout.drop_zero_variance else None
-        batch = self.rollout.prepare_batch(self.prompts, self.workflow, accept)
+        batch = self.rollout.prepare_batch(self.inputs.prompts, self.inputs.workflow, accept)
         clock.lap("rollout")
         staleness = self.rollout.take_metrics()
         batch, metrics = prepare_batch(
             batch, self.train_engine, self.config.algorithm, reference=self.reference
         )
         clock.lap("prepare")
-        objective = (
-            Recorder(self.objective, batch) if self.objective.single_step else self.objective
-        )
+        objective: LossFn = self.inputs.objective
+        if self.inputs.objective.single_step:
+            objective = Recorder(self.inputs.objective, batch)
         steps = [
             self._optimizer_step(minibatch, objective)
             for minibatch in minibatches(batch, self.config.algorithm)
@@ -251,9 +265,9 @@ class RLSession:
         self.progress.update(state.step, metrics)
 
     def _evaluate(self) -> dict[str, float]:
-        if self.held_out is None:
+        if self.inputs.held_out is None:
             return {}
-        result = self.held_out.evaluate(self.rollout)
+        result = self.inputs.held_out.evaluate(self.rollout)
         self.last_evaluation = result
         self.state.accuracies[str(self.state.step)] = result.accuracy
         if self.state.step == 0:
@@ -295,7 +309,7 @@ class RLSession:
         model_dir: Path | None = None
         if config.checkpoint.export_model:
             model_dir = self.run.dir / "model"
-            self.train_engine.save(SaveLoadMeta(str(model_dir), tokenizer=self.tokenizer))
+            self.train_engine.save(SaveLoadMeta(str(model_dir), tokenizer=self.inputs.tokenizer))
         summary = {
             "accuracy_before": state.accuracies.get("0"),
             "accuracy_after": state.accuracies.get(str(state.step)),
@@ -314,6 +328,7 @@ class RLSession:
     def _show(self, summary: dict[str, Any], model_dir: Path | None) -> None:
         if not self.config.tracking.progress:
             return
+        held_out = self.inputs.held_out
         report = RunReport(
             title=self.config.run.name,
             run_dir=self.run.dir,
@@ -322,7 +337,7 @@ class RLSession:
             model_dir=model_dir,
             before=summary["accuracy_before"],
             after=summary["accuracy_after"],
-            num_problems=len(self.held_out.prompts) if self.held_out else None,
+            num_problems=len(held_out.prompts) if held_out else None,
             rewards=self.state.rewards,
             samples_before=[Sample(**sample) for sample in self.state.samples_before],
             samples_after=self.last_evaluation.samples if self.last_evaluation else (),
@@ -355,22 +370,29 @@ def has_signal(rows: TensorDict) -> bool:
 
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
     """``config`` with ``max_prompt_tokens`` set to what context and micro-batch leave room for."""
-    room = min(
-        context_length(model_path) - 1,
-        config.train.max_tokens_per_microbatch - config.rollout.generation.max_new_tokens,
-    )
+    context = context_length(model_path)
+    context = min(context, config.inference.max_context or context)
+    cap = config.train.max_tokens_per_microbatch
+    new_tokens = config.rollout.generation.max_new_tokens
+    room = min(context - 1, cap - new_tokens)
+    if room < 1:
+        raise ConfigError(
+            f"no room for a prompt: a completion may take {new_tokens} tokens "
+            f"(rollout.generation.max_new_tokens) of train.max_tokens_per_microbatch ({cap}), and "
+            f"the context has {context}"
+        )
     limit = config.rollout.max_prompt_tokens or room
-    if limit > room or room < 1:
+    if limit > room:
         raise ConfigError(
             f"rollout.max_prompt_tokens: got {limit}, allowed: 1 to {room}; a prompt with its "
-            f"completion must fit train.max_tokens_per_microbatch "
-            f"({config.train.max_tokens_per_microbatch}) and the model's context"
+            f"completion must fit train.max_tokens_per_microbatch ({cap}) and the context "
+            f"({context})"
         )
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
     return config.model_copy(update={"rollout": rollout})
 
 
-def _open_train_engine(config: RLConfig, model_path: str, prompts: PromptSource) -> TrainEngine:
+def _open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
     engine: TrainEngine = EngineRegistry.new(
         "language_model",
         config.train.backend,
@@ -387,6 +409,20 @@ def _open_train_engine(config: RLConfig, model_path: str, prompts: PromptSource)
         )
     )
     return engine
+
+
+def _open_held_out(config: RLConfig, tokenizer: Any) -> HeldOut | None:
+    if config.eval.data is None:
+        return None
+    limit = config.rollout.max_prompt_tokens
+    assert limit is not None
+    return HeldOut(
+        config.eval,
+        config.rollout.reward,
+        tokenizer,
+        max_prompt_tokens=limit,
+        seed=config.run.seed,
+    )
 
 
 def _open_workflow(config: RLConfig, tokenizer: Any) -> RolloutWorkflow:

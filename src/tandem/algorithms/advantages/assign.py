@@ -6,6 +6,7 @@ formulas.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,9 +32,7 @@ def assign_advantages(
     that carry no signal: all rewards equal, or only one. ``gae`` and ``reinforce++`` also write
     ``returns``. ``kwargs`` go to the estimator. The caller's batch is not changed.
     """
-    if name not in ADVANTAGES and name not in TOKEN_ADVANTAGES:
-        allowed = ", ".join([*ADVANTAGES, *TOKEN_ADVANTAGES])
-        raise ConfigError(f"algorithm.advantage: got {name!r}, allowed: {allowed}")
+    check_advantage(name, kwargs)
     mask_BT = _get(batch, "loss_mask", name).bool()
     rows = _one_row_per_trajectory(batch)
     if name in TOKEN_ADVANTAGES:
@@ -50,6 +49,29 @@ def assign_advantages(
     for key, value in new.items():
         out[key] = under_mask(value, mask_BT).float().contiguous()
     return out, _reward_metrics(batch, rows)
+
+
+def check_advantage(name: str, kwargs: Mapping[str, Any]) -> None:
+    """Whether there is such an estimator and it takes ``kwargs``.
+
+    Raises:
+        ConfigError: unknown name or argument.
+    """
+    known = {**ADVANTAGES, **TOKEN_ADVANTAGES}
+    if name not in known:
+        raise ConfigError(f"algorithm.advantage: got {name!r}, allowed: {', '.join(known)}")
+    given = {"reduce", *EXTRA_INPUTS.get(name, ())}
+    allowed = [
+        key
+        for key, parameter in inspect.signature(known[name]).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and key not in given
+    ]
+    unknown = sorted(set(kwargs) - {*allowed, "reduce"})
+    if unknown:
+        raise ConfigError(
+            f"algorithm.advantage_kwargs: {name} does not take {unknown[0]!r}, "
+            f"allowed: {', '.join(allowed) or 'none'}"
+        )
 
 
 class _Rows:
