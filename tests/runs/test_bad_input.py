@@ -138,6 +138,17 @@ def test_resuming_what_does_not_exist_is_an_error(bed: Bed, tandem_command: Comm
     assert not bed.run_dir().exists()
 
 
+@pytest.mark.parametrize("content", [b"steps: [", b"\xff\xfe", b"", b"steps: 0\n"])
+def test_damaged_configuration_of_the_run_is_named_on_resume(
+    bed: Bed, tandem_command: Command, content: bytes
+):
+    assert tandem_command(*bed.arguments("steps=1")).code == 0
+    (bed.run_dir() / "config.yaml").write_bytes(content)
+    ended = tandem_command(*bed.arguments("steps=1"), "--resume")
+    assert ended.code == CONFIG
+    assert "config.yaml' is damaged" in ended.message
+
+
 def test_key_that_may_not_change_on_resume_is_named(bed: Bed, tandem_command: Command):
     assert tandem_command(*bed.arguments("steps=1")).code == 0
     ended = tandem_command(*bed.arguments("steps=2", "train.lr=0.5"), "--resume")

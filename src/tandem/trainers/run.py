@@ -155,8 +155,15 @@ def _check_same_run(config: Root, config_file: Path) -> None:
         raise ConfigError(
             f"--resume: {str(config_file.parent)!r} holds no run; start it without --resume"
         )
-    stored: Mapping[str, Any] = yaml.safe_load(config_file.read_text(encoding="utf-8"))
-    check_resume(load_config(stored), config)
+    try:
+        stored: Mapping[str, Any] = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+        before = load_config(stored)
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, ConfigError) as error:
+        raise ConfigError(
+            f"--resume: {str(config_file)!r} is damaged ({str(error).splitlines()[0]}); write it "
+            "anew from the configuration of the run: the same command with --dry-run prints it"
+        ) from None
+    check_resume(before, config)
 
 
 def _has_begun(directory: Path) -> bool:
