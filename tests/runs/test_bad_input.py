@@ -131,6 +131,13 @@ def test_directory_that_holds_a_run_is_left_alone(bed: Bed, tandem_command: Comm
     assert (bed.run_dir() / "metrics.jsonl").read_bytes() == before
 
 
+def test_output_directory_that_cannot_be_written_is_named(bed: Bed, tandem_command: Command):
+    (bed.folder / "file").touch()
+    ended = tandem_command(*bed.arguments(f"run.output_dir={bed.folder / 'file'}"))
+    assert ended.code == CONFIG
+    assert "run.output_dir: cannot write" in ended.message
+
+
 def test_resuming_what_does_not_exist_is_an_error(bed: Bed, tandem_command: Command):
     ended = tandem_command(*bed.arguments(), "--resume")
     assert ended.code == CONFIG

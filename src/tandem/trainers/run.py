@@ -5,6 +5,7 @@ What a particular trainer does between two steps does not belong here.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -98,7 +99,7 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
             f"run.name: {str(directory)!r} already holds a run; continue it with --resume, or "
             "choose another name with run.name=NAME"
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    _make_writable(directory)
     with exclusive(directory), setup_logging(directory):
         if not resume:
             # Left by a start that failed before its first step, maybe with another seed.
@@ -123,6 +124,19 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
                 yield Run(config, directory, incarnation, metrics, stop, checkpoint)
         finally:
             metrics.close()
+
+
+def _make_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ".lock").touch()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(
+            f"run.output_dir: cannot write to {str(directory)!r} ({error.strerror}); set it to a "
+            "directory that you may write to"
+        ) from None
 
 
 @contextmanager
