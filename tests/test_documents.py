@@ -27,7 +27,7 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 def test_readme_configuration_is_valid() -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    config = load_config(parse_yaml(text), kind="rl")
+    config = load_config(parse_yaml(text))
     assert config.rollout.reward.name == "my_reward.py:score"
 
 

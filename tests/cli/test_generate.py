@@ -69,12 +69,32 @@ def test_nothing_to_complete_is_an_error(tiny_model_dir: Path) -> None:
     assert "--prompt" in str(result.exception)
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"text": "a"}', '{"prompt": 3}'])
-def test_bad_prompt_line_is_named(tmp_path: Path, line: str) -> None:
+@pytest.mark.parametrize("line", [b"{", b"[]", b'{"text": "a"}', b'{"prompt": 3}', b"\xff\xfe"])
+def test_bad_prompt_line_is_named(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "in.jsonl"
-    path.write_text(f'{{"prompt": "ok"}}\n{line}\n')
+    path.write_bytes(b'{"prompt": "ok"}\n' + line + b"\n")
     with pytest.raises(DataError, match="line 2"):
         read_prompts(path)
+
+
+def test_line_separator_inside_a_prompt_ends_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"prompt": "a\u2028b"}\n', encoding="utf-8")
+    assert read_prompts(path) == [{"prompt": "a\u2028b"}]
+
+
+def test_output_that_cannot_be_written_is_a_config_error(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    result = invoke(tiny_model_dir, "-p", "1", "--jsonl-out", tmp_path / "none" / "out.jsonl")
+    assert isinstance(result.exception, ConfigError)
+    assert "--jsonl-out" in str(result.exception)
+
+
+def test_character_without_a_token_is_an_error(tiny_model_dir: Path) -> None:
+    result = invoke(tiny_model_dir, "-p", "1", "-p", "2é")
+    assert isinstance(result.exception, DataError)
+    assert "prompt 2: the tokenizer has no token for 'é'" in str(result.exception)
 
 
 def test_missing_prompt_file_is_a_data_error(tmp_path: Path) -> None:

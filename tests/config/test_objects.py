@@ -54,9 +54,10 @@ def test_bad_name_is_an_error_that_repeats_it(spec: str, message: str) -> None:
     assert spec in str(caught.value)
 
 
-def test_file_that_raises_is_an_error_and_can_be_tried_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", ["raise RuntimeError('boom')", "raise SystemExit('boom')"])
+def test_file_that_raises_is_an_error_and_can_be_tried_again(tmp_path: Path, line: str) -> None:
     path = tmp_path / "broken.py"
-    path.write_text("raise RuntimeError('boom')\n")
+    path.write_text(f"{line}\n")
     with pytest.raises(ConfigError, match="boom"):
         load_object(f"{path}:score")
     path.write_text("def score(): return 'mended'\n")

@@ -67,7 +67,11 @@ def test_screen_tells_what_happened_and_what_to_type_next(tmp_path: Path) -> Non
 
 
 def test_screen_of_a_run_without_evaluation_says_only_what_is_known(tmp_path: Path) -> None:
-    text = rendered(RunReport(title="sft", run_dir=tmp_path, steps=3, wall_s=2.0))
+    report = RunReport(
+        title="sft", run_dir=tmp_path, steps=3, wall_s=2.0, model_dir=tmp_path / "model"
+    )
+    text = rendered(report)
+    assert "tandem eval" not in text
     assert "3 steps in 2 s" in text
     assert "before" not in text
     assert f"tandem status {tmp_path}" in text

@@ -131,6 +131,21 @@ def test_what_is_no_score(value: Any) -> None:
         checked_score(value)
 
 
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("no")])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_whatever_a_function_raises_fails_its_sample_only(
+    error: BaseException, is_async: bool
+) -> None:
+    def raises(*_: Any, **__: Any) -> float:
+        raise error
+
+    async def raises_later(*_: Any, **__: Any) -> float:
+        raise error
+
+    with pytest.raises(RewardError, match=f"the reward raised {type(error).__name__}"):
+        score(Reward(raises_later if is_async else raises))
+
+
 def test_a_hanging_function_fails_at_its_deadline() -> None:
     release = threading.Event()
     reward = Reward(lambda *_, **__: release.wait(), timeout_s=0.05)

@@ -35,6 +35,30 @@ def test_missing_file_is_named(bed: Bed, tandem_command: Command):
     assert ended.message == "error: data.path: no such file or directory: 'no/such.jsonl'\n"
 
 
+@pytest.mark.parametrize(
+    ("option", "code", "complaint"),
+    [
+        ("data.path=no/such.jsonl", DATA, "no/such.jsonl"),
+        ("eval.data.path=no/such.jsonl", DATA, "no/such.jsonl"),
+        ("algorithm.advantage=grop", CONFIG, "algorithm.advantage: got 'grop'"),
+        ("algorithm.advantage_kwargs={nope: 1}", CONFIG, "nope: grpo does not take it"),
+        ("algorithm.policy_loss=ppo", CONFIG, "policy_loss: got 'ppo'"),
+        ("rollout.workflow=no_such.py:Workflow", CONFIG, "no_such.py"),
+        ("rollout.reward.name=no_such.py:score", CONFIG, "no_such.py"),
+        ("eval.reward.name=no_such.py:score", CONFIG, "no_such.py"),
+        ("train.backend=nope", CONFIG, "no train engine"),
+        ("inference.max_context=1", CONFIG, "no room for a prompt"),
+    ],
+)
+def test_mistake_in_reinforcement_learning_costs_no_warm_up(
+    cold_bed: Bed, tandem_command: Command, option: str, code: int, complaint: str
+):
+    ended = tandem_command(*cold_bed.arguments("warmup.steps=2", "steps=1", option))
+    assert ended.code == code
+    assert complaint in ended.message
+    assert metrics(cold_bed.run_dir() / "warmup") == []
+
+
 def test_start_that_failed_can_be_repeated_with_other_settings(
     bed: Bed, cold_bed: Bed, tandem_command: Command
 ):
@@ -149,11 +173,29 @@ def test_directory_that_holds_a_run_is_left_alone(bed: Bed, tandem_command: Comm
     assert (bed.run_dir() / "metrics.jsonl").read_bytes() == before
 
 
+def test_output_directory_that_cannot_be_written_is_named(bed: Bed, tandem_command: Command):
+    (bed.folder / "file").touch()
+    ended = tandem_command(*bed.arguments(f"run.output_dir={bed.folder / 'file'}"))
+    assert ended.code == CONFIG
+    assert "run.output_dir: cannot write" in ended.message
+
+
 def test_resuming_what_does_not_exist_is_an_error(bed: Bed, tandem_command: Command):
     ended = tandem_command(*bed.arguments(), "--resume")
     assert ended.code == CONFIG
     assert "holds no run; start it without --resume" in ended.message
     assert not bed.run_dir().exists()
+
+
+@pytest.mark.parametrize("content", [b"steps: [", b"\xff\xfe", b"", b"steps: 0\n"])
+def test_damaged_configuration_of_the_run_is_named_on_resume(
+    bed: Bed, tandem_command: Command, content: bytes
+):
+    assert tandem_command(*bed.arguments("steps=1")).code == 0
+    (bed.run_dir() / "config.yaml").write_bytes(content)
+    ended = tandem_command(*bed.arguments("steps=1"), "--resume")
+    assert ended.code == CONFIG
+    assert "config.yaml' is damaged" in ended.message
 
 
 def test_key_that_may_not_change_on_resume_is_named(bed: Bed, tandem_command: Command):

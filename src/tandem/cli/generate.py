@@ -64,13 +64,20 @@ def generate(
     if not rows:
         raise ConfigError("nothing to complete; give --prompt TEXT or --jsonl-in FILE")
     prompts = [str(row["prompt"]) for row in rows for _ in range(n)]
-    completions = _complete(path, prompts, config, n, chat=chat)
-    if jsonl_out is not None:
-        sources = [row for row in rows for _ in range(n)]
-        with jsonl_out.open("w", encoding="utf-8") as file:
-            _write(file, sources, completions)
-    else:
-        _show(completions, Console())
+    if jsonl_out is None:
+        _show(_complete(path, prompts, config, n, chat=chat), Console())
+        return
+    sources = [row for row in rows for _ in range(n)]
+    with _open_output(jsonl_out) as file:
+        _write(file, sources, _complete(path, prompts, config, n, chat=chat))
+
+
+def _open_output(path: Path) -> TextIO:
+    """Opened before the work, so that a bad path costs none; a file that is there is replaced."""
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--jsonl-out {str(path)!r}: {error.strerror}") from None
 
 
 def read_prompts(path: Path) -> list[dict[str, Any]]:
@@ -80,7 +87,8 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         DataError: the file is missing, or a line is not an object with a text ``prompt``.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Only b"\n" ends a line; text has other line ends, as U+2028, which JSON allows.
+        lines = path.read_bytes().split(b"\n")
     except OSError as error:
         raise DataError(f"--jsonl-in {str(path)!r}: {error.strerror}") from None
     rows = []
@@ -88,12 +96,13 @@ def read_prompts(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except ValueError as error:
             raise DataError(f"--jsonl-in {path} line {number} is not JSON: {error}") from None
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
             raise DataError(
-                f'--jsonl-in {path} line {number}: got {line[:60]!r}, expected {{"prompt": "..."}}'
+                f"--jsonl-in {path} line {number}: got {line[:60].decode(errors='replace')!r}, "
+                'expected {"prompt": "..."}'
             )
         rows.append(row)
     return rows
@@ -109,7 +118,7 @@ def _complete(
     requests = [
         LLMRequest(
             rid=str(index),
-            input_ids=_encode(tokenizer, text, chat=chat),
+            input_ids=_encode(tokenizer, text, f"prompt {index // n + 1}", chat=chat),
             gconfig=config if config.seed is None else config.new(seed=config.seed + index),
         )
         for index, text in enumerate(prompts)
@@ -136,15 +145,19 @@ def _complete(
     ]
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, *, chat: bool) -> tuple[int, ...]:
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, where: str, *, chat: bool
+) -> tuple[int, ...]:
+    from tandem.data.text import encode, encode_prompt
+
     if not chat:
-        return tuple(tokenizer(text)["input_ids"])
+        return encode_prompt(tokenizer, text, where)
     if not tokenizer.chat_template:
         raise ConfigError("--chat: the model has no chat template; leave the option out")
     messages = [{"role": "user", "content": text}]
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     # The template writes the special tokens itself.
-    return tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    return encode(tokenizer, str(rendered), where)
 
 
 def _write(

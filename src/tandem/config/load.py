@@ -107,7 +107,10 @@ def _split(item: str) -> tuple[list[str], str]:
 def _kind_of(data: Mapping[str, Any], overrides: Mapping[str, str], kind: str | None) -> type[Root]:
     found = overrides.get("kind", data.get("kind", kind))
     if found not in KINDS:
-        raise ConfigError(f"kind: got {found!r}, allowed: {', '.join(KINDS)}")
+        raise ConfigError(
+            f"kind: got {found!r}, allowed: {', '.join(KINDS)}; write 'kind: rl' or 'kind: sft' "
+            "into the file"
+        )
     if kind is not None and found != kind:
         raise ConfigError(f"kind: the file is for 'tandem {found}', not 'tandem {kind}'")
     return KINDS[found]

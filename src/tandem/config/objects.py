@@ -44,7 +44,7 @@ def load_object(spec: str, *, field: str = "import path") -> Any:
 def _imported(location: str, spec: str, field: str) -> ModuleType:
     try:
         return importlib.import_module(location)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{field} {spec!r}: importing {location!r} failed: {error!r}") from error
 
 
@@ -62,7 +62,7 @@ def _module_of_file(location: str, spec: str, field: str) -> ModuleType:
     sys.modules[name] = module
     try:
         found.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ConfigError(f"{field} {spec!r}: running {str(path)!r} failed: {error!r}") from error
     return module

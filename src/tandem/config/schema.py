@@ -13,6 +13,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -69,7 +70,7 @@ class ModelConfig(Section):
 
 class OptimizerConfig(Section):
     lr: NonNegativeFloat = 1e-5
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] | None = Field(

@@ -132,7 +132,8 @@ def _default_commands(report: RunReport) -> list[str]:
         if "\n" in prompt:
             quoted = "'...'"
         commands.insert(0, f"tandem generate {report.model_dir} --prompt {quoted}")
-        commands.insert(1, f"tandem eval {report.run_dir}")
+        if report.num_problems:
+            commands.insert(1, f"tandem eval {report.run_dir}")
     return commands
 
 

@@ -69,7 +69,8 @@ class Reward:
                 f"the reward did not end within {self.timeout_s:g} s (reward.timeout_s); "
                 "reward.process=true kills what hangs"
             ) from error
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
+            # sys.exit() in a reward is no reason to end the run, least of all with that code.
             raise RewardError(f"the reward raised {type(error).__name__}: {error}") from error
 
     async def _run(self, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:

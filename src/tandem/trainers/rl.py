@@ -123,6 +123,7 @@ class RLTask:
 
 
 def open_task(config: RLConfig, model_path: str) -> RLTask:
+    EngineRegistry.get_engine_cls("language_model", config.train.backend, config.train.device)
     name = config.algorithm.advantage
     check_estimator(name, config.algorithm.advantage_kwargs)
     if name in NEEDS_MORE:
@@ -401,13 +402,20 @@ def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
         config.inference.max_context or sys.maxsize,
         generation.max_tokens or sys.maxsize,
     )
-    room = min(context - 1, config.train.max_tokens_per_microbatch - generation.max_new_tokens)
+    cap, new_tokens = config.train.max_tokens_per_microbatch, generation.max_new_tokens
+    room = min(context - 1, cap - new_tokens)
+    if room < 1:
+        raise ConfigError(
+            f"no room for a prompt: a completion may take {new_tokens} tokens "
+            f"(rollout.generation.max_new_tokens) of train.max_tokens_per_microbatch ({cap}), and "
+            f"the context has {context}"
+        )
     limit = config.rollout.max_prompt_tokens or room
-    if limit > room or room < 1:
+    if limit > room:
         raise ConfigError(
             f"rollout.max_prompt_tokens: got {limit}, allowed: 1 to {room}; a prompt with its "
-            f"completion must fit train.max_tokens_per_microbatch "
-            f"({config.train.max_tokens_per_microbatch}) and the context ({context})"
+            f"completion must fit train.max_tokens_per_microbatch ({cap}) and the context "
+            f"({context})"
         )
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
     return config.model_copy(update={"rollout": rollout})

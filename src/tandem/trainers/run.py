@@ -5,6 +5,7 @@ What a particular trainer does between two steps does not belong here.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import random
@@ -102,7 +103,7 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
             f"run.name: {str(directory)!r} already holds a run; continue it with --resume, or "
             "choose another name with run.name=NAME"
         )
-    directory.mkdir(parents=True, exist_ok=True)
+    _make_writable(directory)
     with exclusive(directory), setup_logging(directory):
         if not resume:
             # Left by a start that failed before its first step, maybe with another seed.
@@ -127,6 +128,19 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
                 yield Run(config, directory, incarnation, metrics, stop, checkpoint)
         finally:
             metrics.close()
+
+
+def _make_writable(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / ".lock").touch()
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(
+            f"run.output_dir: cannot write to {str(directory)!r} ({error.strerror}); set it to a "
+            "directory that you may write to"
+        ) from None
 
 
 @contextmanager
@@ -166,8 +180,15 @@ def _check_same_run(config: Root, config_file: Path) -> None:
         raise ConfigError(
             f"--resume: {str(config_file.parent)!r} holds no run; start it without --resume"
         )
-    stored: Mapping[str, Any] = yaml.safe_load(config_file.read_text(encoding="utf-8"))
-    check_resume(load_config(stored), config)
+    try:
+        stored: Mapping[str, Any] = yaml.safe_load(config_file.read_text(encoding="utf-8"))
+        before = load_config(stored)
+    except (yaml.YAMLError, UnicodeDecodeError, TypeError, ConfigError) as error:
+        raise ConfigError(
+            f"--resume: {str(config_file)!r} is damaged ({str(error).splitlines()[0]}); write it "
+            "anew from the configuration of the run: the same command with --dry-run prints it"
+        ) from None
+    check_resume(before, config)
 
 
 def _has_begun(directory: Path) -> bool:
