@@ -25,10 +25,11 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
     assert not missing
 
 
-def test_readme_configuration_is_valid() -> None:
-    (text,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    config = load_config(parse_yaml(text))
-    assert config.rollout.reward.name == "my_reward.py:score"
+def test_readme_configurations_are_valid() -> None:
+    texts = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
+    rl, sft = (load_config(parse_yaml(text)) for text in texts)
+    assert rl.rollout.reward.name == "my_reward.py:score"
+    assert sft.sft.data.path == "demonstrations.jsonl"
 
 
 def test_readme_names_every_verb_and_no_other() -> None:
