@@ -1,9 +1,8 @@
-"""The trajectory store: what happened in every episode, for logs and people.
+"""What is kept of an episode when it has ended. Where it is kept is the listener's choice.
 
-Rows that can be trained on and their states belong to the executor.
+States and staleness belong to ``rollout/``.
 """
 
-from tandem.store.memory import MemoryEpisodeStore
 from tandem.store.records import EpisodeRecord
 
-__all__ = ["EpisodeRecord", "MemoryEpisodeStore"]
+__all__ = ["EpisodeRecord"]
