@@ -48,7 +48,9 @@ def _requests(core: EmbeddedCore) -> list[LLMRequest]:
     room = max(1, core.limits.max_context - NEW_TOKENS)
     config = GenerationConfig(max_new_tokens=NEW_TOKENS, temperature=0.7, ignore_eos=True, seed=1)
     return [
-        LLMRequest(f"bits-{n}", [(7 * i + n) % vocabulary for i in range(min(n, room))], config)
+        LLMRequest(
+            f"bits-{n}", tuple((7 * i + n) % vocabulary for i in range(min(n, room))), config
+        )
         for n in PROMPT_LENGTHS
     ]
 
