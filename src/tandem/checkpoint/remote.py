@@ -11,14 +11,30 @@ import fsspec
 from tandem.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointDir,
-    fsync_directory,
     read_manifest,
     verify,
 )
 from tandem.checkpoint.scratch import create_scratch, remove_leftovers
-from tandem.errors import CheckpointError
+from tandem.config.urls import protocols
+from tandem.errors import CheckpointError, ConfigError
+from tandem.files import sync
 
 _DOWNLOAD_PREFIX = ".download-"
+
+
+def check_store(url: str) -> None:
+    """Whether this installation can reach stores of this kind at all; connects to nothing.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    for protocol in protocols(url):
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"checkpoint.upload_url: got {url!r}, which needs another package: {error}"
+            ) from error
 
 
 def upload(checkpoint: Path | str, url: str) -> None:
@@ -77,7 +93,7 @@ def download(url: str, target: Path | str) -> CheckpointDir:
             return _same_or_refuse(target, scratch.path, url)
         scratch.path.chmod(0o755)
         scratch.path.rename(target)
-        fsync_directory(target.parent)
+        sync(target.parent)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"download of {url} failed ({type(error).__name__}: {error}); check the URL, its "

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from tandem.algorithms.aggregation import loss_weights
 from tandem.algorithms.sft import sft_loss
-from tandem.checkpoint import CheckpointDir, latest, staging, supersede_newer
+from tandem.checkpoint import BackgroundWriter, CheckpointDir, latest, staging, supersede_newer
 from tandem.config import LoraConfig, RolloutConfig, SFTConfig, SFTStageConfig
 from tandem.data.batch import collate
 from tandem.data.demonstrations import Demonstration, DemonstrationSource, open_demonstrations
@@ -124,6 +124,7 @@ class SFTStage:
             model_path=model_path,
             lora=lora,
             seed=seed,
+            tokenizer_path=tokenizer_path,
         )
         self.engine.initialize(
             ft_spec=FinetuneSpec(
@@ -151,9 +152,12 @@ class SFTStage:
         *,
         keep: int | None,
         upload_url: str | None = None,
+        background: BackgroundWriter | None = None,
         extra: dict[str, Any],
     ) -> None:
-        with staging(run_dir, self.step, keep=keep, upload_url=upload_url) as target:
+        with staging(
+            run_dir, self.step, keep=keep, upload_url=upload_url, background=background
+        ) as target:
             self.engine.save_checkpoint(str(target.path / "policy"), global_step=self.step)
             target.manifest_extra.update({"data": self.data.state_dict(), **extra})
 
@@ -205,6 +209,7 @@ def _run_steps(
                     directory,
                     keep=keep,
                     upload_url=upload_url,
+                    background=run.writer,
                     extra={
                         "wall_s": run.elapsed_s(),
                         "accuracies": evaluator.accuracies if evaluator else {},
@@ -288,6 +293,7 @@ def _finish(config: SFTConfig, run: Run, stage: SFTStage, evaluator: _Evaluator)
         "dropped": stage.data.dropped,
         "model_dir": str(model_dir) if model_dir else None,
     }
+    run.wait_for_checkpoint()
     write_summary(run.dir, summary)
     if config.tracking.progress:
         final_screen(
