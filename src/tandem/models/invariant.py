@@ -24,8 +24,9 @@ QUERY_BLOCK = 64
 
 
 def is_supported(query: Tensor) -> bool:
-    """Whether the functions here are invariant for such a query: fp32 (or float64) on CPU."""
-    return query.device.type == "cpu" and query.dtype in (torch.float32, torch.float64)
+    """Whether the functions here are invariant for such a query: full precision on CPU."""
+    is_full = query.dtype in (torch.float32, torch.float64)
+    return is_full and query.device.type == "cpu" and not torch.is_autocast_enabled("cpu")
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
