@@ -54,7 +54,7 @@ def upload(checkpoint: Path | str, url: str) -> None:
         if store.exists(remote_manifest):
             if store.cat_file(remote_manifest) == manifest:
                 return
-            store.mv(root, _free_remote_name(store, root), recursive=True)
+            _move(store, root, _free_remote_name(store, root))
         for entry in files:
             remote = f"{root}/{entry.name}"
             store.makedirs(remote.rsplit("/", 1)[0], exist_ok=True)
@@ -66,6 +66,17 @@ def upload(checkpoint: Path | str, url: str) -> None:
             f"upload to {url} failed ({type(error).__name__}: {error}); {checkpoint} is complete, "
             "check the URL and its credentials and upload it again"
         ) from error
+
+
+def _move(store: Any, root: str, target: str) -> None:
+    """Object stores have no folders to rename: file by file, the manifest last and gone first."""
+    files = sorted(store.find(root), key=lambda file: file == f"{root}/{MANIFEST_NAME}")
+    for file in files:
+        moved = target + file.removeprefix(root)
+        store.makedirs(moved.rsplit("/", 1)[0], exist_ok=True)
+        store.cp_file(file, moved)
+    for file in reversed(files):
+        store.rm_file(file)
 
 
 def _free_remote_name(store: Any, root: str) -> str:

@@ -37,9 +37,9 @@ def identity_problems(engine: TrainEngine, saved: Mapping[str, Any]) -> list[str
     """Everything in which the engine that wrote ``saved`` was another one than ``engine``."""
     own = describe(engine)
     problems = [
-        f"{section}.{key} is {theirs!r} in the checkpoint, {ours!r} here"
+        f"{key} is {theirs!r} in the checkpoint, {ours!r} here"
         for section in ("model_config", "adapter")
-        for key, theirs, ours in _differences(saved[section], own[section])
+        for key, theirs, ours in _differences(saved[section], own[section], section)
     ]
     if saved["tokenizer_sha256"] != own["tokenizer_sha256"]:
         path = engine.tokenizer_path or engine.model_path
@@ -102,13 +102,12 @@ def _train_config_digest(engine: TrainEngine) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _differences(saved: Any, own: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _differences(saved: Any, own: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     if isinstance(saved, dict) and isinstance(own, dict):
         for key in sorted({*saved, *own}):
-            inner = f"{path}.{key}" if path else key
-            yield from _differences(saved.get(key), own.get(key), inner)
+            yield from _differences(saved.get(key), own.get(key), f"{path}.{key}")
     elif saved != own:
-        yield path or "itself", saved, own
+        yield path, saved, own
 
 
 def _short(digest: str | None) -> str:
