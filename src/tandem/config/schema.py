@@ -358,20 +358,25 @@ class PairEvalConfig(Section):
     )
 
 
-class DPOConfig(SupervisedRoot):
+class PairRoot(SupervisedRoot):
+    """What runs on pairs share; ``warmup`` is an optional supervised stage before."""
+
+    warmup: SFTStageConfig | None = None
+    eval: PairEvalConfig = PairEvalConfig()
+
+
+class DPOConfig(PairRoot):
     """A run on preferences."""
 
     kind: Literal["dpo"] = "dpo"
     dpo: DPOStageConfig
-    eval: PairEvalConfig = PairEvalConfig()
 
 
-class RewardModelConfig(SupervisedRoot):
+class RewardModelConfig(PairRoot):
     """A run that trains a reward model."""
 
     kind: Literal["reward"] = "reward"
     reward: RewardStageConfig
-    eval: PairEvalConfig = PairEvalConfig()
 
 
 class RLConfig(Root):

@@ -9,11 +9,28 @@ import torch
 from tensordict import TensorDict
 
 from tandem.checkpoint import CheckpointDir
-from tandem.config import PairEvalConfig
+from tandem.config import PairEvalConfig, PairRoot
 from tandem.data.batch import collate
 from tandem.data.demonstrations import Demonstration
 from tandem.data.preferences import Pair
+from tandem.models.loading import load_tokenizer, resolve_model
+from tandem.trainers.run import Run
+from tandem.trainers.sft import run_stage
 from tandem.trainers.supervised import SupervisedStage, is_due
+
+
+def starting_model(config: PairRoot, run: Run, open_data: Callable[[Any], object]) -> str:
+    """Directory of the model that training starts from, after the warm-up if there is one.
+
+    ``open_data(tokenizer)`` fails before a warm-up on whatever the run would fail on after it.
+    """
+    path = resolve_model(config.model, seed=config.run.seed, workdir=run.dir)
+    if config.warmup is None:
+        return path
+    tokenizer_path = config.model.tokenizer_path
+    open_data(load_tokenizer(tokenizer_path or path))
+    folder = run.dir / "warmup"
+    return run_stage(config.warmup, path, run, folder, tokenizer_path=tokenizer_path)
 
 
 def row_fields(row: Demonstration) -> dict[str, Any]:

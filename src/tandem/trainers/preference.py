@@ -13,14 +13,13 @@ import torch
 from tensordict import TensorDict
 
 from tandem.algorithms.preference_objective import KTOObjective, PairObjective
-from tandem.config import DPOConfig, DPOStageConfig, LoraConfig, PairEvalConfig
+from tandem.config import DataConfig, DPOConfig, DPOStageConfig, LoraConfig, PairEvalConfig
 from tandem.data.batch import collate
 from tandem.data.demonstrations import Demonstration
 from tandem.data.examples import ExampleSource
 from tandem.data.preferences import Judged, Pair, open_judged, open_pairs
 from tandem.errors import ConfigError
-from tandem.models.loading import resolve_model
-from tandem.trainers.pairs import PairEvaluator, pairs_to_batch, row_fields
+from tandem.trainers.pairs import PairEvaluator, pairs_to_batch, row_fields, starting_model
 from tandem.trainers.reference import Reference, logprob_sums
 from tandem.trainers.run import open_run
 from tandem.trainers.supervised import SupervisedStage, begin, finish, run_steps
@@ -39,7 +38,7 @@ def run_dpo(config: DPOConfig, *, resume: bool = False) -> dict[str, Any]:
         ConfigError, DataError: before anything was trained.
     """
     with open_run(config, resume=resume) as run, ExitStack() as stack:
-        model_path = resolve_model(config.model, seed=config.run.seed, workdir=run.dir)
+        model_path = starting_model(config, run, lambda tokenizer: _open_all(config, tokenizer))
         kind = KTOStage if config.dpo.loss == "kto" else PairStage
         stage = kind(
             config.dpo,
@@ -87,24 +86,13 @@ class PairStage(SupervisedStage[DPOStageConfig, Pair]):
             self.data.annotate(self._with_reference(self.data.all()))
 
     def _open_data(self) -> ExampleSource[Pair]:
-        return open_pairs(
-            self.config,
-            self.tokenizer,
-            seed=self.seed,
-            needs_reference=self.config.reference == "columns",
-        )
+        return _open_pairs(self.config, self.tokenizer, self.seed)
 
     def open_evaluator(self, config: PairEvalConfig) -> PairEvaluator:
         """Held-out pairs; their reference is computed now, when the policy is the initial one."""
         if config.data is None:
             return PairEvaluator(config, self, None, headline="policy_accuracy")
-        pairs = open_pairs(
-            self.config,
-            self.tokenizer,
-            seed=self.seed,
-            data=config.data,
-            needs_reference=self.config.reference == "columns",
-        ).all()
+        pairs = _open_pairs(self.config, self.tokenizer, self.seed, config.data).all()
         if self.config.reference == "precompute":
             pairs = self._with_reference(pairs)
         batch = self.make_batch(pairs)
@@ -162,20 +150,12 @@ class KTOStage(SupervisedStage[DPOStageConfig, Judged]):
         self._reference = Reference(self.engine, config.train, model_path, seed=seed)
 
     def _open_data(self) -> ExampleSource[Judged]:
-        data = open_judged(self.config, self.tokenizer, seed=self.seed)
-        if len(data) % self.config.batch_size == 1:
-            raise ConfigError(
-                f"dpo.batch_size: got {self.config.batch_size} for {len(data)} responses, which "
-                "leaves a batch of one; kto's baseline needs two or more, choose another size"
-            )
-        return data
+        return _open_judged(self.config, self.tokenizer, self.seed)
 
     def open_evaluator(self, config: PairEvalConfig) -> PairEvaluator:
         if config.data is None:
             return PairEvaluator(config, self, None, headline="accuracy")
-        held_out = open_judged(self.config, self.tokenizer, seed=self.seed, data=config.data).all()
-        if len(held_out) < 2:
-            raise ConfigError("eval.data: got one response; kto's baseline needs two or more")
+        held_out = _open_judged(self.config, self.tokenizer, self.seed, config.data).all()
         return PairEvaluator(config, self, lambda: self.make_batch(held_out), headline="accuracy")
 
     def make_batch(self, examples: list[Judged]) -> TensorDict:
@@ -213,3 +193,31 @@ def mismatched(row: Demonstration, other: Demonstration, limit: int) -> Demonstr
     ids = row.input_ids[:start] + other.input_ids[response:]
     mask = row.loss_mask[:start] + other.loss_mask[response:]
     return Demonstration(ids[:limit], mask[:limit])
+
+
+def _open_pairs(
+    config: DPOStageConfig, tokenizer: Any, seed: int, data: DataConfig | None = None
+) -> ExampleSource[Pair]:
+    needs_reference = config.reference == "columns"
+    return open_pairs(config, tokenizer, seed=seed, data=data, needs_reference=needs_reference)
+
+
+def _open_judged(
+    config: DPOStageConfig, tokenizer: Any, seed: int, data: DataConfig | None = None
+) -> ExampleSource[Judged]:
+    """The responses to train on or, from ``data``, all held-out ones, evaluated as one batch."""
+    found = open_judged(config, tokenizer, seed=seed, data=data)
+    smallest = len(found) if data else len(found) % config.batch_size
+    if smallest == 1:
+        raise ConfigError(
+            f"{'eval.data' if data else 'dpo.batch_size'}: {len(found)} responses leave a batch of "
+            "one; the baseline of kto needs two or more"
+        )
+    return found
+
+
+def _open_all(config: DPOConfig, tokenizer: Any) -> None:
+    open_data = _open_judged if config.dpo.loss == "kto" else _open_pairs
+    open_data(config.dpo, tokenizer, config.run.seed)
+    if config.eval.data is not None:
+        open_data(config.dpo, tokenizer, config.run.seed, config.eval.data)

@@ -8,11 +8,16 @@ from typing import Any
 from tensordict import TensorDict
 
 from tandem.algorithms.preference_objective import RewardObjective
-from tandem.config import LoraConfig, PairEvalConfig, RewardModelConfig, RewardStageConfig
+from tandem.config import (
+    DataConfig,
+    LoraConfig,
+    PairEvalConfig,
+    RewardModelConfig,
+    RewardStageConfig,
+)
 from tandem.data.examples import ExampleSource
 from tandem.data.preferences import Pair, open_pairs
-from tandem.models.loading import resolve_model
-from tandem.trainers.pairs import PairEvaluator, pairs_to_batch
+from tandem.trainers.pairs import PairEvaluator, pairs_to_batch, starting_model
 from tandem.trainers.run import open_run
 from tandem.trainers.supervised import SupervisedStage, begin, finish, run_steps
 
@@ -28,7 +33,7 @@ def run_reward(config: RewardModelConfig, *, resume: bool = False) -> dict[str, 
         ConfigError, DataError: before anything was trained.
     """
     with open_run(config, resume=resume) as run, ExitStack() as stack:
-        model_path = resolve_model(config.model, seed=config.run.seed, workdir=run.dir)
+        model_path = starting_model(config, run, lambda tokenizer: _open_all(config, tokenizer))
         stage = RewardStage(
             config.reward,
             model_path,
@@ -40,7 +45,15 @@ def run_reward(config: RewardModelConfig, *, resume: bool = False) -> dict[str, 
         evaluator = stage.open_evaluator(config.eval)
         begin(run, stage, evaluator)
         run_steps(stage, run, run.dir, run.metrics, "reward", evaluator)
-        return finish(config, run, stage, evaluator.summary(), metric="pair accuracy")
+        commands = (f"tandem status {run.dir}",)
+        return finish(
+            config,
+            run,
+            stage,
+            evaluator.summary(),
+            metric="pair accuracy",
+            next_commands=commands,
+        )
 
 
 class RewardStage(SupervisedStage[RewardStageConfig, Pair]):
@@ -63,16 +76,26 @@ class RewardStage(SupervisedStage[RewardStageConfig, Pair]):
         super().__init__(config, model_path, seed=seed, lora=lora, tokenizer_path=tokenizer_path)
 
     def _open_data(self) -> ExampleSource[Pair]:
-        return open_pairs(self.config, self.tokenizer, seed=self.seed, needs_prompt=False)
+        return _open(self.config, self.tokenizer, self.seed)
 
     def open_evaluator(self, config: PairEvalConfig) -> PairEvaluator:
         if config.data is None:
             return PairEvaluator(config, self, None, headline="accuracy")
-        pairs = open_pairs(
-            self.config, self.tokenizer, seed=self.seed, data=config.data, needs_prompt=False
-        )
-        batch = self.make_batch(pairs.all())
+        held_out = _open(self.config, self.tokenizer, self.seed, config.data)
+        batch = self.make_batch(held_out.all())
         return PairEvaluator(config, self, lambda: batch, headline="accuracy")
 
     def make_batch(self, examples: list[Pair]) -> TensorDict:
         return pairs_to_batch(examples)
+
+
+def _open(
+    config: RewardStageConfig, tokenizer: Any, seed: int, data: DataConfig | None = None
+) -> ExampleSource[Pair]:
+    return open_pairs(config, tokenizer, seed=seed, data=data, needs_prompt=False)
+
+
+def _open_all(config: RewardModelConfig, tokenizer: Any) -> None:
+    _open(config.reward, tokenizer, config.run.seed)
+    if config.eval.data is not None:
+        _open(config.reward, tokenizer, config.run.seed, config.eval.data)
