@@ -207,8 +207,8 @@ LossFn = Callable[["Mapping[str, Tensor]", "TensorDict"], "tuple[Tensor, dict[st
 """``loss_fn(outputs, microbatch) -> (summed loss, metrics)``.
 
 ``outputs`` holds the per-token tensors ``[B, T]`` named by the function's attribute
-``required_outputs`` (default ``{"train_logprobs"}``; ``"entropy"``, ``"values"`` and ``"scores"``
-are the others), aligned with the rows of ``microbatch``. Losses of all micro-batches and
+``required_outputs`` (default ``{"train_logprobs"}``; ``"entropy"``, and of other model types
+``"values"``, ``"bootstrap_values"`` and ``"scores"``, the last two ``[B]``), aligned with the rows of ``microbatch``. Losses of all micro-batches and
 data-parallel ranks are summed, so normalisation must be in the batch's weight keys."""
 
 
