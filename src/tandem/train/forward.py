@@ -92,7 +92,7 @@ def hidden_states(model: Any, packed: PackedRows, compute_dtype: torch.dtype) ->
     if padding := max(0, ROWS - num_tokens):
         # A segment of filler: matrix products of fewer rows give a token other bits.
         input_ids, position_ids = F.pad(input_ids, (0, padding)), F.pad(position_ids, (0, padding))
-        lengths = [*lengths, padding]
+        lengths = (*lengths, padding)
     device_type = input_ids.device.type
     with torch.autocast(device_type, compute_dtype, enabled=compute_dtype != torch.float32):
         output = model.base_model(
