@@ -26,6 +26,7 @@ ADAPTER_KEYS = ("rank", "alpha", "target_modules")
 def describe(engine: TrainEngine) -> dict[str, Any]:
     """The identity to be stored with a training state, as plain JSON."""
     return {
+        "model_type": engine.model_type,
         "model_config": _model_config(engine),
         "adapter": _adapter(engine),
         "tokenizer_sha256": tokenizer_digest(engine.tokenizer_path or engine.model_path),
@@ -38,7 +39,7 @@ def identity_problems(engine: TrainEngine, saved: Mapping[str, Any]) -> list[str
     own = describe(engine)
     problems = [
         f"{key} is {theirs!r} in the checkpoint, {ours!r} here"
-        for section in ("model_config", "adapter")
+        for section in ("model_type", "model_config", "adapter")
         for key, theirs, ours in _differences(saved[section], own[section], section)
     ]
     if saved["tokenizer_sha256"] != own["tokenizer_sha256"]:
