@@ -27,7 +27,6 @@ from tandem.checkpoint import (
 from tandem.checkpoint.directory import STAGING_PREFIX
 from tandem.errors import CheckpointError, ConfigError
 from tandem.train.identity import (
-    describe,
     has_same_train_config,
     identity_problems,
     tensor_problems,
@@ -71,7 +70,7 @@ def write_training_state(engine: TrainEngine, path: Path) -> None:
             "format": FORMAT,
             "counters": engine.counters(),
             "rng": rng_state,
-            "identity": describe(engine),
+            "identity": engine.identity,
         },
     )
 
