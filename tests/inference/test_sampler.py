@@ -75,7 +75,8 @@ def draw(
         np.full(count, len(tokens)),
     )
     logits = torch.tensor(LOGITS).repeat(count, 1)
-    return Sampler(rows, torch.device("cpu")).sample(logits, history)
+    drawn = Sampler(rows, torch.device("cpu")).sample(logits, history)
+    return drawn.ids, drawn.logprobs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,10 +105,10 @@ def test_temperature_logprob_has_the_handed_value() -> None:
         np.ones(400, dtype=np.int64),
         np.ones(400, dtype=np.int64),
     )
-    ids, logprobs = Sampler(rows, torch.device("cpu")).sample(
+    drawn = Sampler(rows, torch.device("cpu")).sample(
         torch.tensor([0.0, 1.0, 2.0]).repeat(400, 1), history
     )
-    first = logprobs[ids == 0]
+    first = drawn.logprobs[drawn.ids == 0]
     assert len(first) > 0
     np.testing.assert_allclose(first, -3.535906, atol=1e-6)
 
@@ -137,10 +138,10 @@ def test_greedy_and_filtered_rows_do_not_disturb_their_neighbours() -> None:
         part = History(
             history.tokens[picked], history.prompt_lengths[picked], history.lengths[picked]
         )
-        ids, logprobs = Sampler(rows, torch.device("cpu")).sample(
+        drawn = Sampler(rows, torch.device("cpu")).sample(
             torch.tensor(LOGITS).repeat(len(picked), 1), part
         )
-        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return list(zip(drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True))
 
     assert sample([0, 1, 2, 3]) == [sample([i])[0] for i in range(4)]
 
@@ -203,8 +204,8 @@ def test_uniforms_are_uniform_and_uncorrelated(axis: str) -> None:
 def test_the_last_token_can_be_drawn_and_nothing_beyond_it() -> None:
     rows = [SamplingRow(GenerationConfig(), seed, ()) for seed in range(5000)]
     ones = np.ones(5000, dtype=np.int64)
-    ids, _ = Sampler(rows, torch.device("cpu")).sample(
+    drawn = Sampler(rows, torch.device("cpu")).sample(
         torch.tensor([float("-inf"), 0.0, 0.0, float("-inf")]).repeat(5000, 1),
         History(np.zeros((5000, 1), dtype=np.int64), ones, ones),
     )
-    assert set(ids.tolist()) == {1, 2}
+    assert set(drawn.ids.tolist()) == {1, 2}

@@ -112,8 +112,20 @@ class InferenceConfig(Section):
     )
     device: str | None = None
     dtype: Dtype = "float32"
-    max_batch_size: PositiveInt = 64
+    max_batch_size: PositiveInt = Field(64, description="requests that run at the same time")
     max_context: PositiveInt | None = None
+    max_tokens_per_pass: PositiveInt = Field(
+        2048, description="tokens of one forward pass; longer prompts are computed in chunks"
+    )
+    cache_tokens: PositiveInt | None = Field(
+        None, description="tokens of all running requests; None: what a quarter of memory holds"
+    )
+    prefix_cache_mib: NonNegativeInt = Field(
+        256, description="memory for prefixes kept across requests; 0 turns it off"
+    )
+    packed_linears: bool = Field(
+        True, description="on a CPU, a second copy of the weights laid out for its matrix kernels"
+    )
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     transport: Literal["auto", "inprocess", "shared_memory", "disk"] = "auto"
     threads: PositiveInt = 1

@@ -3,6 +3,9 @@
 Order: logit bias, penalties, forbidden stop tokens, temperature, top-k, top-p, min-p, one draw by
 inverse CDF. The recorded log-probability is of exactly that distribution; for greedy decoding it is
 of the softmax at temperature 1. When a sequence ends is decided elsewhere.
+
+Nothing that happens to a row depends on which others are in the batch. What only some rows ask for
+is done for those rows alone (``filters`` has what hides tokens).
 """
 
 from __future__ import annotations
@@ -15,10 +18,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tandem.inference.embedded.filters import LogitFilters
 from tandem.types import GenerationConfig
 
 UInt64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
+
+TILE = 256
+"""The draw looks for a tile of this many tokens first, then within it: summing tiles costs a tenth
+of a cumulative sum over the vocabulary."""
+_ALMOST_ONE = 1.0 - 2.0**-53
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -48,11 +58,16 @@ def _mix(z: UInt64s) -> UInt64s:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How one sequence is sampled: its options, seed (64 bits) and the tokens that may end it."""
+    """How one sequence is sampled: its options, seed (64 bits) and the tokens that may end it.
+
+    ``raw`` and ``top`` ask for raw log-probabilities and for so many alternatives.
+    """
 
     gconfig: GenerationConfig
     seed: int
     stop_ids: tuple[int, ...]
+    raw: bool = False
+    top: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,17 @@ class History:
     tokens: Int64s
     prompt_lengths: Int64s
     lengths: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token a row. ``raw_logprobs`` has the rows that asked for it in their order, ``top`` the
+    alternatives ``(token, logprob)`` by row."""
+
+    ids: Int64s
+    logprobs: Float32s
+    raw_logprobs: Float32s
+    top: dict[int, list[tuple[int, float]]]
 
 
 class Sampler:
@@ -75,20 +101,19 @@ class Sampler:
         self._device = device
         self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
         greedy = [config.is_greedy for config in configs]
-        self._greedy = self._floats(greedy, False, torch.bool)
-        sampled = [(c, not g) for c, g in zip(configs, greedy, strict=True)]
-        self._temperature = self._floats([c.temperature if s else 1.0 for c, s in sampled], 1.0)
-        self._top_k = self._floats([c.top_k if s else 0 for c, s in sampled], 0, torch.int64)
-        self._top_p = self._floats([c.top_p if s else 1.0 for c, s in sampled], 1.0)
-        self._min_p = self._floats([c.min_p if s else 0.0 for c, s in sampled], 0.0)
+        self._all_greedy = all(greedy)
+        self._greedy = torch.tensor(greedy, device=device)[:, None] if any(greedy) else None
+        heat = [1.0 if g else c.temperature for c, g in zip(configs, greedy, strict=True)]
+        self._temperature = (
+            torch.tensor(heat, dtype=torch.float32, device=device)[:, None]
+            if any(value != 1.0 for value in heat)
+            else None
+        )
+        self._filters = LogitFilters(configs, device)
         self._min_new = np.array([config.min_new_tokens for config in configs], dtype=np.int64)
         self._stop_ids = [row.stop_ids for row in rows]
-        self._bias = self._sparse_bias(configs)
-        self._penalised = [
-            i
-            for i, c in enumerate(configs)
-            if (c.repetition_penalty, c.presence_penalty, c.frequency_penalty) != (1.0, 0.0, 0.0)
-        ]
+        self._bias = _sparse_bias(configs, device)
+        self._penalised = [i for i, config in enumerate(configs) if _is_penalised(config)]
         self._penalties = torch.tensor(
             [
                 (c.repetition_penalty, c.presence_penalty, c.frequency_penalty)
@@ -97,31 +122,55 @@ class Sampler:
             dtype=torch.float32,
             device=device,
         )
+        self.raw_rows = [i for i, row in enumerate(rows) if row.raw]
+        self._top_rows = [(i, row.top) for i, row in enumerate(rows) if row.top]
 
-    def sample(self, logits: Tensor, history: History) -> tuple[Int64s, npt.NDArray[np.float32]]:
-        """Token ids and log-probabilities, one a row. ``logits [n, V]`` (fp32) is overwritten.
+    def sample(self, logits: Tensor, history: History) -> Drawn:
+        """Draw a token for every row. ``logits [n, V]`` (fp32) is overwritten.
 
         A row without a finite distribution gets log-probability NaN.
         """
+        raw = logits[self.raw_rows] if self.raw_rows else None
         self._shape_logits(logits, history)
         best = logits.argmax(dim=-1, keepdim=True) if self._greedy is not None else None
         if self._temperature is not None:
             logits.div_(self._temperature)
-        if self._top_k is not None or self._top_p is not None:
-            self._keep_top(logits)
-        if self._min_p is not None:
-            floor = logits.amax(dim=-1, keepdim=True) + self._min_p.log()
-            logits.masked_fill_(logits < floor, float("-inf"))
-        uniform = torch.from_numpy(uniforms(self._seeds, history.lengths)).to(self._device)
+        self._filters.apply(logits)
         peak = logits.amax(dim=-1, keepdim=True)
-        cdf = (logits - peak).exp_().cumsum(dim=-1, dtype=torch.float64)
-        total = cdf[:, -1:]
-        ids = torch.searchsorted(cdf, uniform[:, None] * total, right=True)
-        ids.clamp_(max=logits.shape[1] - 1)
-        if self._greedy is not None and best is not None:
-            ids = torch.where(self._greedy, best, ids)
-        logprobs = (logits.gather(1, ids) - peak).double() - total.log()
-        return ids[:, 0].cpu().numpy(), logprobs[:, 0].float().cpu().numpy()
+        weights = (logits - peak).exp_()
+        tiles_cdf = _tiles_cdf(weights)
+        if best is None or not self._all_greedy:
+            uniform = torch.from_numpy(uniforms(self._seeds, history.lengths)).to(self._device)
+            ids = _inverse(weights, tiles_cdf, uniform[:, None])
+            if best is not None and self._greedy is not None:
+                ids = torch.where(self._greedy, best, ids)
+        else:
+            ids = best
+        log_total = tiles_cdf[:, -1:].log()
+        logprobs = (logits.gather(1, ids) - peak).double() - log_total
+        return Drawn(
+            ids[:, 0].cpu().numpy(),
+            logprobs[:, 0].float().cpu().numpy(),
+            self._raw(raw, ids),
+            self._top(logits, peak + log_total),
+        )
+
+    def _raw(self, raw: Tensor | None, ids: Tensor) -> Float32s:
+        if raw is None:
+            return np.zeros(0, dtype=np.float32)
+        picked = raw.log_softmax(dim=-1).gather(1, ids[self.raw_rows])
+        logprobs: Float32s = picked[:, 0].cpu().numpy()
+        return logprobs
+
+    def _top(self, logits: Tensor, log_total: Tensor) -> dict[int, list[tuple[int, float]]]:
+        """Hidden tokens are no alternatives."""
+        found = {}
+        for row, count in self._top_rows:
+            values, ids = logits[row].topk(min(count, logits.shape[1]))
+            logprobs = (values.double() - log_total[row]).float()
+            pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+            found[row] = [pair for pair in pairs if pair[1] > float("-inf")]
+        return found
 
     def _shape_logits(self, logits: Tensor, history: History) -> None:
         if self._bias is not None:
@@ -134,63 +183,74 @@ class Sampler:
             logits[row, list(self._stop_ids[row])] = float("-inf")
 
     def _penalise(self, logits: Tensor, history: History) -> None:
-        """Repetition over prompt and completion; presence and frequency over the completion."""
-        rows = torch.tensor(self._penalised, device=self._device)
+        """Repetition over prompt and completion; presence and frequency over the completion.
+
+        Only the logits of tokens that occurred are touched.
+        """
         picked = np.array(self._penalised)
-        index = np.arange(history.tokens.shape[1])
+        width = int(history.lengths[picked].max())
+        index = np.arange(width)
         is_token = index < history.lengths[picked, None]
         is_new = is_token & (index >= history.prompt_lengths[picked, None])
-        tokens = torch.from_numpy(np.where(is_token, history.tokens[picked], 0)).to(self._device)
+        first = history.tokens[picked, :1]
+        tokens = torch.from_numpy(np.where(is_token, history.tokens[picked, :width], first))
+        tokens = tokens.to(self._device)
+        rows = torch.from_numpy(picked).to(self._device)
+        counts = torch.zeros(len(picked), logits.shape[1], device=self._device)
+        counts.scatter_add_(1, tokens, torch.from_numpy(is_new).to(self._device, torch.float32))
+        made = counts.gather(1, tokens)
         repetition, presence, frequency = self._penalties.unsqueeze(-1).unbind(1)
+        old = logits[rows[:, None], tokens]
+        new = torch.where(old > 0, old / repetition, old * repetition)
+        logits[rows[:, None], tokens] = new - presence * (made > 0) - frequency * made
 
-        def count(mask: npt.NDArray[np.bool_]) -> Tensor:
-            ones = torch.from_numpy(mask.astype(np.float32)).to(self._device)
-            return torch.zeros_like(logits[rows]).scatter_add_(1, tokens, ones)
 
-        new = logits[rows]
-        penalised = torch.where(new > 0, new / repetition, new * repetition)
-        new = torch.where(count(is_token) > 0, penalised, new)
-        made = count(is_new)
-        logits[rows] = new - presence * (made > 0) - frequency * made
+def _tiles_cdf(weights: Tensor) -> Tensor:
+    """Cumulative sums (fp64) of whole tiles of ``weights [n, V]`` and of what is left over."""
+    whole = weights.shape[1] // TILE * TILE
+    sums = weights[:, :whole].unflatten(1, (-1, TILE)).sum(-1) if whole else weights[:, :0]
+    if whole < weights.shape[1]:
+        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
+    return sums.double().cumsum(dim=1)
 
-    def _keep_top(self, logits: Tensor) -> None:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        hidden = torch.zeros_like(ordered, dtype=torch.bool)
-        if self._top_k is not None:
-            rank = torch.arange(logits.shape[1], device=self._device)
-            hidden |= (self._top_k > 0) & (rank >= self._top_k)
-            ordered = ordered.masked_fill(hidden, float("-inf"))
-        if self._top_p is not None:
-            probs = ordered.softmax(dim=-1)
-            before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
-            hidden |= (self._top_p < 1) & (before >= self._top_p)
-        hidden[:, 0] = False
-        logits.masked_fill_(hidden.scatter(1, order, hidden), float("-inf"))
 
-    def _floats(
-        self,
-        values: Sequence[float | bool],
-        neutral: float | bool,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor | None:
-        """A column ``[n, 1]``, or ``None`` if every row has the neutral value."""
-        if all(value == neutral for value in values):
-            return None
-        return torch.tensor(values, dtype=dtype, device=self._device)[:, None]
+def _inverse(weights: Tensor, tiles_cdf: Tensor, uniform: Tensor) -> Tensor:
+    """The token ``[n, 1]`` at which the cumulative distribution first exceeds ``uniform``.
 
-    def _sparse_bias(
-        self, configs: Sequence[GenerationConfig]
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        entries = [
-            (row, token, value)
-            for row, config in enumerate(configs)
-            for token, value in config.logit_bias.items()
-        ]
-        if not entries:
-            return None
-        rows, tokens, values = zip(*entries, strict=True)
-        return (
-            torch.tensor(rows, device=self._device),
-            torch.tensor(tokens, device=self._device),
-            torch.tensor(values, dtype=torch.float32, device=self._device),
-        )
+    A token of weight zero is never returned.
+    """
+    total = tiles_cdf[:, -1:]
+    target = torch.minimum(uniform * total, total * _ALMOST_ONE)
+    tile = torch.searchsorted(tiles_cdf, target, right=True).clamp_(max=tiles_cdf.shape[1] - 1)
+    upper = tiles_cdf.gather(1, tile)
+    lower = torch.where(tile > 0, tiles_cdf.gather(1, (tile - 1).clamp_(min=0)), 0.0)
+    index = tile * TILE + torch.arange(TILE, device=weights.device)
+    last = weights.shape[1] - 1
+    inside = weights.gather(1, index.clamp(max=last)).double().masked_fill_(index > last, 0.0)
+    cdf = inside.cumsum(dim=1)
+    share = ((target - lower) / (upper - lower)).clamp_(0.0, _ALMOST_ONE)
+    at = torch.searchsorted(cdf, share * cdf[:, -1:], right=True)
+    return (tile * TILE + at).clamp_(max=last)
+
+
+def _is_penalised(config: GenerationConfig) -> bool:
+    penalties = (config.repetition_penalty, config.presence_penalty, config.frequency_penalty)
+    return penalties != (1.0, 0.0, 0.0)
+
+
+def _sparse_bias(
+    configs: Sequence[GenerationConfig], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    entries = [
+        (row, token, value)
+        for row, config in enumerate(configs)
+        for token, value in config.logit_bias.items()
+    ]
+    if not entries:
+        return None
+    rows, tokens, values = zip(*entries, strict=True)
+    return (
+        torch.tensor(rows, device=device),
+        torch.tensor(tokens, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )

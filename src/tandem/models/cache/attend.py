@@ -1,0 +1,214 @@
+"""Attention of one packed forward pass over the rows of a cache.
+
+The pass ``[1, N]`` begins with one token for each of the first rows (decoding) and goes on with
+chunks of sequences whose keys and values are not yet complete (prefill).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tandem.models.cache.rows import KVCache
+
+KEY_MULTIPLE = 16
+"""Decoding looks at a multiple of this many keys, so that the kernel chosen rarely depends on which
+other sequences share the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkGroup:
+    """Tokens ``start`` to ``stop`` of each of ``rows``, packed row by row from token ``offset``."""
+
+    offset: int
+    start: int
+    stop: int
+    rows: tuple[int, ...]
+
+    @property
+    def width(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class RowCopy:
+    """Rows ``targets`` take over the first ``count`` tokens of row ``source`` in this pass."""
+
+    source: int
+    targets: tuple[int, ...]
+    count: int
+
+
+class CacheContext:
+    """``positions`` (int64, on the device) are those of the decoded rows' new tokens.
+
+    The longest of them is ``max_position``. In every layer the new keys and values are stored
+    first, then ``copies`` are made in order, so that a chunk may follow on a prefix that this same
+    pass computes for another row. Tokens after the last group are filler; their output is zero.
+    """
+
+    def __init__(
+        self,
+        cache: KVCache,
+        *,
+        positions: Tensor,
+        max_position: int,
+        groups: Sequence[ChunkGroup] = (),
+        copies: Sequence[RowCopy] = (),
+    ) -> None:
+        self._cache = cache
+        self._positions = positions
+        self._num_decode = positions.shape[0]
+        self._num_keys = -(-(max_position + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
+        self._groups = groups
+        self._copies = copies
+        self._rows = [torch.tensor(group.rows, device=positions.device) for group in groups]
+        self._masks: dict[tuple[object, ...], Tensor] = {}
+        self._places: dict[tuple[int, ...], Tensor] = {}
+
+    def attend(
+        self,
+        layer_idx: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        keys, values = self._cache.layer(layer_idx, key, value)
+        for stored, new in ((keys, key), (values, value)):
+            self._store(stored, new)
+            for copy in self._copies:
+                stored[list(copy.targets), :, : copy.count] = stored[copy.source, :, : copy.count]
+        if self._num_decode == query.shape[2]:
+            return self._decode(query, keys, values, scaling, sliding_window)[None]
+        out = query.new_zeros(1, query.shape[1], query.shape[2], value.shape[3])
+        if self._num_decode:
+            out[0, :, : self._num_decode] = self._decode(
+                query, keys, values, scaling, sliding_window
+            )
+        for group in self._groups:
+            span = slice(group.offset, group.offset + group.width * len(group.rows))
+            packed = [item[0, :, span] for item in (query, key, value)]
+            if group.start == 0:
+                out[0, :, span] = self._first_chunks(group, packed, scaling, sliding_window)
+            else:
+                out[0, :, span] = self._later_chunks(
+                    group, packed[0], keys, values, scaling, sliding_window
+                )
+        return out
+
+    def _store(self, stored: Tensor, new: Tensor) -> None:
+        heads, length, width = stored.shape[1:]
+        n = self._num_decode
+        if n:
+            place = self._place(heads, length)
+            rows = new[0, :, :n].transpose(0, 1).reshape(n * heads, width)
+            stored.view(-1, width).index_copy_(0, place, rows)
+        for group, rows in zip(self._groups, self._rows, strict=True):
+            span = slice(group.offset, group.offset + group.width * len(group.rows))
+            chunks = new[0, :, span].unflatten(1, (len(group.rows), group.width))
+            stored[rows, :, group.start : group.stop] = chunks.transpose(0, 1)
+
+    def _place(self, heads: int, length: int) -> Tensor:
+        """Of every (decoded row, head): its new token among all ``rows * heads * length``."""
+        name = (heads, length)
+        if name not in self._places:
+            first = torch.arange(self._num_decode * heads, device=self._positions.device) * length
+            self._places[name] = first + self._positions.repeat_interleave(heads)
+        return self._places[name]
+
+    def _decode(
+        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        n = self._num_decode
+        grouped = query[0, :, :n].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
+        out = decode_attention(
+            grouped,
+            keys[:n, :, : self._num_keys],
+            values[:n, :, : self._num_keys],
+            self._decode_mask(query.dtype, window),
+            scaling,
+        )
+        return out.flatten(1, 2).transpose(0, 1)
+
+    def _decode_mask(self, dtype: torch.dtype, window: int | None) -> Tensor:
+        name = ("decode", window)
+        if name not in self._masks:
+            index = torch.arange(self._num_keys, device=self._positions.device)
+            hidden = index > self._positions[:, None]
+            if window is not None:
+                hidden |= index <= self._positions[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[name] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._masks[name]
+
+    def _first_chunks(
+        self, group: ChunkGroup, packed: Sequence[Tensor], scaling: float, window: int | None
+    ) -> Tensor:
+        """Chunks from token 0 on see themselves only; all rows of the group in one call."""
+        query, key, value = (
+            item.unflatten(1, (len(group.rows), group.width)).transpose(0, 1) for item in packed
+        )
+        banded = window is not None and window < group.width
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=self._band(0, group.width, window) if banded else None,
+            is_causal=not banded,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        return out.transpose(0, 1).flatten(1, 2)
+
+    def _later_chunks(
+        self,
+        group: ChunkGroup,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        """Chunks that follow on cached tokens, row by row so that nothing is gathered."""
+        mask = self._band(group.start, group.stop, window)
+        outs = [
+            scaled_dot_product_attention(
+                part[None],
+                keys[row : row + 1, :, : group.stop],
+                values[row : row + 1, :, : group.stop],
+                attn_mask=mask,
+                scale=scaling,
+                enable_gqa=True,
+            )[0]
+            for row, part in zip(group.rows, query.split(group.width, dim=1), strict=True)
+        ]
+        return torch.cat(outs, dim=1)
+
+    def _band(self, start: int, stop: int, window: int | None) -> Tensor:
+        name = (start, stop, window)
+        if name not in self._masks:
+            index = torch.arange(stop, device=self._positions.device)
+            distance = index[start:, None] - index
+            self._masks[name] = (distance >= 0) & (distance < (window or stop))
+        return self._masks[name]
+
+
+def decode_attention(
+    query_NKGD: Tensor, keys_NKLD: Tensor, values_NKLD: Tensor, mask: Tensor, scaling: float
+) -> Tensor:
+    """One new token a row over its cached keys; ``mask [N, 1, 1, L]`` is added to the scores.
+
+    The ``G`` query heads that share a key head stand where a kernel expects query positions, so
+    keys and values are read once for all of them.
+    """
+    shape = (mask.shape[0], 1, query_NKGD.shape[2], mask.shape[3])
+    return scaled_dot_product_attention(
+        query_NKGD, keys_NKLD, values_NKLD, attn_mask=mask.expand(shape), scale=scaling
+    )
