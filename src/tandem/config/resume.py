@@ -31,6 +31,7 @@ RESUMABLE_CHANGES: tuple[str, ...] = (
     "inference.cache_tokens",
     "inference.prefix_cache_mib",
     "inference.packed_linears",
+    "inference.compile",
     "inference.*_timeout_s",
     "rollout.*_timeout_s",
     "rollout.max_failures_in_row",

@@ -126,6 +126,10 @@ class InferenceConfig(Section):
     packed_linears: bool = Field(
         True, description="on a CPU, a second copy of the weights laid out for its matrix kernels"
     )
+    compile: Literal["auto", "off", "on"] = Field(
+        "off",
+        description="torch.compile of decoding; auto: shapes in long use, where it measures faster",
+    )
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     transport: Literal["auto", "inprocess", "shared_memory", "disk"] = "auto"
     threads: PositiveInt = 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -52,6 +53,7 @@ class CoreOptions:
     max_tokens_per_pass: int = 2048
     recompute_on_update: bool = True
     packs_linears: bool = True
+    compile_mode: Literal["auto", "off", "on"] = "off"
 
 
 @dataclass(slots=True)
@@ -95,7 +97,12 @@ class EmbeddedCore:
         self._sharing = PrefixSharing(self._cache, num_blocks(options.prefix_cache_tokens))
         packs = options.packs_linears and can_pack(model.device, model.dtype)
         self._packed = PackedLinears(model) if packs else None
-        self._runner = Runner(model, self._cache, min_rows=min_rows(model, self._packed))
+        self._runner = Runner(
+            model,
+            self._cache,
+            min_rows=min_rows(model, self._packed),
+            compile_mode=options.compile_mode,
+        )
         self._sampler: Sampler | None = None
         self._sampled = 0
         self._watched: list[int] = []

@@ -7,6 +7,8 @@ does from 16 rows on only. The parameters stay where they are; ``refresh`` packs
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -28,7 +30,7 @@ class PackedLinears:
         self._layers = [item for item in model.modules() if type(item) is nn.Linear]
         self._forms = [_Packed(layer) for layer in self._layers]
         for layer, form in zip(self._layers, self._forms, strict=True):
-            layer.forward = form.apply  # type: ignore[method-assign]
+            layer.forward = form.apply  # type: ignore[method-assign, assignment]
 
     def refresh(self) -> None:
         """Take over the parameters as they are now."""
@@ -59,9 +61,13 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class _Packed:
+    """One layer. Compiled code knows it by a number, because its weight has no strides."""
+
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
         self.pack()
+        self._number = next(_numbers)
+        _by_number[self._number] = self
 
     @torch.inference_mode()
     def pack(self) -> None:
@@ -69,8 +75,27 @@ class _Packed:
         self._weight = pack(self.layer.weight.detach(), ROWS_HINT)
 
     def apply(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            out: Tensor = torch.ops.tandem.packed_linear(x, self._number, self.layer.out_features)
+            return out
         apply: Apply = torch.ops.mkldnn._linear_pointwise
         return apply(x, self._weight, self.layer.bias, "none", [], "")
+
+
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, _Packed] = weakref.WeakValueDictionary()
+_library = torch.library.Library("tandem", "DEF")
+_library.define("packed_linear(Tensor x, int number, int out_features) -> Tensor")
+
+
+@torch.library.impl(_library, "packed_linear", "CPU")
+def _packed_linear(x: Tensor, number: int, out_features: int) -> Tensor:
+    return _by_number[number].apply(x)
+
+
+@torch.library.register_fake("tandem::packed_linear", lib=_library)
+def _packed_linear_shape(x: Tensor, number: int, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
 
 
 def _rows_agree(form: _Packed) -> bool:

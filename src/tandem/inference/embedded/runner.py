@@ -6,6 +6,7 @@ What is computed is planned in ``plan``; what is drawn from the logits is the sa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tandem.inference.embedded.compiled import FIRST_KEYS, CompiledDecode, bucket
 from tandem.inference.embedded.lanes import Lanes
 from tandem.inference.embedded.plan import Chunk, Plan
 from tandem.models.cache import CacheContext, ChunkGroup, KVCache
@@ -31,13 +33,26 @@ class Output:
 class Runner:
     """``min_rows`` (at least 1): passes with fewer tokens are filled up (see ``linears``)."""
 
-    def __init__(self, model: PreTrainedModel, cache: KVCache, *, min_rows: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: KVCache,
+        *,
+        min_rows: int,
+        compile_mode: Literal["auto", "off", "on"] = "off",
+    ) -> None:
         self._model = model
         self._cache = cache
         self._device: torch.device = model.device
         self._min_rows = min_rows
+        self._compiled = None
+        if compile_mode != "off":
+            self._compiled = CompiledDecode(self._all_logits, compile_mode)
 
     def run(self, lanes: Lanes, plan: Plan) -> Output:
+        """One forward pass; the cache must have room for every row's tokens."""
+        if self._compiled is not None and plan.num_decode == len(lanes):
+            return Output(self._decode(self._compiled, lanes).float(), {})
         layout = _Layout(lanes, plan)
         tokens = self._tensor(_filled(layout.tokens, self._min_rows))
         positions = _filled(layout.positions, self._min_rows)
@@ -54,6 +69,27 @@ class Runner:
         wanted = np.concatenate([index, *(item.index for item in scored)])
         logits = self._forward(tokens, positions_N, context, wanted)
         return Output(logits[: len(index)].float(), self._score(logits[len(index) :], scored))
+
+    def _decode(self, compiled: CompiledDecode, lanes: Lanes) -> Tensor:
+        """Rows and keys are filled up to one of a few shapes; filler rows lie behind all others."""
+        n = len(lanes)
+        rows = max(bucket(n), self._min_rows)
+        num_keys = bucket(int(lanes.lengths.max()), FIRST_KEYS)
+        self._cache.reserve(rows, num_keys)
+        last = lanes.lengths - 1
+        tokens = self._tensor(_filled(lanes.tokens[np.arange(n), last], rows))
+        positions = self._tensor(_filled(last, rows))
+        context = CacheContext(self._cache, positions=positions, max_position=num_keys - 1)
+        context.prepare(self._model.dtype)
+        shape = (rows, num_keys, *self._cache.shape)
+        return compiled.run(shape, tokens, positions, context)[:n]
+
+    def _all_logits(self, tokens: Tensor, positions: Tensor, context: CacheContext) -> Tensor:
+        output = self._model(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False, ctx=context
+        )
+        logits: Tensor = output.logits[0]
+        return logits
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, context: CacheContext, wanted: Int64s

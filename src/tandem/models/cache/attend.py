@@ -46,7 +46,7 @@ class RowCopy:
 class CacheContext:
     """``positions`` (int64, on the device) are those of the decoded rows' new tokens.
 
-    The longest of them is ``max_position``. In every layer the new keys and values are stored
+    The longest of them is ``max_position``. In every layer the keys and values of chunks are stored
     first, then ``copies`` are made in order, so that a chunk may follow on a prefix that this same
     pass computes for another row. Tokens after the last group are filler; their output is zero.
     """
@@ -67,8 +67,9 @@ class CacheContext:
         self._groups = groups
         self._copies = copies
         self._rows = [torch.tensor(group.rows, device=positions.device) for group in groups]
-        self._masks: dict[tuple[object, ...], Tensor] = {}
-        self._places: dict[tuple[int, ...], Tensor] = {}
+        self._bands: dict[tuple[int, int, int | None], Tensor] = {}
+        self._masks: dict[int | None, Tensor] = {}
+        self._places: dict[tuple[int, int], Tensor] = {}
 
     def attend(
         self,
@@ -80,18 +81,16 @@ class CacheContext:
         scaling: float,
         sliding_window: int | None,
     ) -> Tensor:
-        keys, values = self._cache.layer(layer_idx, key, value)
-        for stored, new in ((keys, key), (values, value)):
-            self._store(stored, new)
-            for copy in self._copies:
-                stored[list(copy.targets), :, : copy.count] = stored[copy.source, :, : copy.count]
-        if self._num_decode == query.shape[2]:
-            return self._decode(query, keys, values, scaling, sliding_window)[None]
+        keys, values = self._cache.layer(layer_idx, key, value, sliding_window)
+        n = self._num_decode
+        if n == query.shape[2]:
+            return self._decode(query, key, value, keys, values, scaling, sliding_window)
         out = query.new_zeros(1, query.shape[1], query.shape[2], value.shape[3])
-        if self._num_decode:
-            out[0, :, : self._num_decode] = self._decode(
-                query, keys, values, scaling, sliding_window
-            )
+        if n:
+            decoded = (item[:, :, :n] for item in (query, key, value))
+            out[:, :, :n] = self._decode(*decoded, keys, values, scaling, sliding_window)
+        self._store(keys, key)
+        self._store(values, value)
         for group in self._groups:
             span = slice(group.offset, group.offset + group.width * len(group.rows))
             packed = [item[0, :, span] for item in (query, key, value)]
@@ -104,16 +103,39 @@ class CacheContext:
         return out
 
     def _store(self, stored: Tensor, new: Tensor) -> None:
-        heads, length, width = stored.shape[1:]
-        n = self._num_decode
-        if n:
-            place = self._place(heads, length)
-            rows = new[0, :, :n].transpose(0, 1).reshape(n * heads, width)
-            stored.view(-1, width).index_copy_(0, place, rows)
+        """Keep the keys or values of all chunks, then let other rows take them over."""
         for group, rows in zip(self._groups, self._rows, strict=True):
             span = slice(group.offset, group.offset + group.width * len(group.rows))
             chunks = new[0, :, span].unflatten(1, (len(group.rows), group.width))
             stored[rows, :, group.start : group.stop] = chunks.transpose(0, 1)
+        for copy in self._copies:
+            stored[list(copy.targets), :, : copy.count] = stored[copy.source, :, : copy.count]
+
+    def _decode(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float,
+        window: int | None,
+    ) -> Tensor:
+        """One new token ``[1, heads, n, D]`` of each of the first rows. Few operations: for small
+        models their number is what a step costs."""
+        n, kv_heads, width = self._num_decode, keys.shape[1], key.shape[3]
+        place = self._place(kv_heads, keys.shape[2])
+        keys.view(-1, width).index_copy_(0, place, key.transpose(1, 2).reshape(-1, width))
+        width = value.shape[3]
+        values.view(-1, width).index_copy_(0, place, value.transpose(1, 2).reshape(-1, width))
+        out = decode_attention(
+            query.transpose(1, 2).reshape(n, kv_heads, -1, query.shape[3]),
+            keys[:n, :, : self._num_keys],
+            values[:n, :, : self._num_keys],
+            self._decode_mask(query.dtype, window),
+            scaling,
+        )
+        return out.reshape(1, n, -1, width).transpose(1, 2)
 
     def _place(self, heads: int, length: int) -> Tensor:
         """Of every (decoded row, head): its new token among all ``rows * heads * length``."""
@@ -123,30 +145,23 @@ class CacheContext:
             self._places[name] = first + self._positions.repeat_interleave(heads)
         return self._places[name]
 
-    def _decode(
-        self, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        n = self._num_decode
-        grouped = query[0, :, :n].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
-        out = decode_attention(
-            grouped,
-            keys[:n, :, : self._num_keys],
-            values[:n, :, : self._num_keys],
-            self._decode_mask(query.dtype, window),
-            scaling,
-        )
-        return out.flatten(1, 2).transpose(0, 1)
-
     def _decode_mask(self, dtype: torch.dtype, window: int | None) -> Tensor:
-        name = ("decode", window)
-        if name not in self._masks:
+        if window not in self._masks:
             index = torch.arange(self._num_keys, device=self._positions.device)
             hidden = index > self._positions[:, None]
             if window is not None:
                 hidden |= index <= self._positions[:, None] - window
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[name] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-        return self._masks[name]
+            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._masks[window]
+
+    def prepare(self, dtype: torch.dtype) -> None:
+        """Make in advance all that the layers of a decoding pass share."""
+        for store in self._cache.stores():
+            for item in store.values():
+                self._place(item.shape[1], item.shape[2])
+        for window in self._cache.windows:
+            self._decode_mask(dtype, window)
 
     def _first_chunks(
         self, group: ChunkGroup, packed: Sequence[Tensor], scaling: float, window: int | None
@@ -193,11 +208,11 @@ class CacheContext:
 
     def _band(self, start: int, stop: int, window: int | None) -> Tensor:
         name = (start, stop, window)
-        if name not in self._masks:
+        if name not in self._bands:
             index = torch.arange(stop, device=self._positions.device)
             distance = index[start:, None] - index
-            self._masks[name] = (distance >= 0) & (distance < (window or stop))
-        return self._masks[name]
+            self._bands[name] = (distance >= 0) & (distance < (window or stop))
+        return self._bands[name]
 
 
 def decode_attention(

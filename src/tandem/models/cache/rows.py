@@ -16,7 +16,8 @@ LENGTH_STEP = 64
 class KVCache:
     """One tensor ``[rows, kv_heads, length, D]`` a layer for keys and for values; both axes grow.
 
-    Positions past a row's length hold finite leftovers, which readers mask.
+    Positions past a row's length hold finite leftovers, which readers mask. ``windows`` are the
+    sliding windows of the layers seen so far.
     """
 
     def __init__(self) -> None:
@@ -24,6 +25,7 @@ class KVCache:
         self._values: dict[int, Tensor] = {}
         self._rows = 0
         self._length = 0
+        self.windows: set[int | None] = set()
 
     @property
     def num_layers(self) -> int:
@@ -34,6 +36,11 @@ class KVCache:
         return sum(
             item.numel() * item.element_size() for store in self.stores() for item in store.values()
         )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens that there is room for."""
+        return self._rows, self._length
 
     @property
     def token_bytes(self) -> int:
@@ -86,9 +93,12 @@ class KVCache:
             for item in store.values():
                 item[list(rows)] = 0
 
-    def layer(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(
+        self, layer_idx: int, key: Tensor, value: Tensor, window: int | None
+    ) -> tuple[Tensor, Tensor]:
         """Storage of one layer, allocated when first seen like ``[1, kv_heads, N, D]`` inputs."""
         if layer_idx not in self._keys:
+            self.windows.add(window)
             self._keys[layer_idx] = self._allocate(key)
             self._values[layer_idx] = self._allocate(value)
         return self._keys[layer_idx], self._values[layer_idx]
