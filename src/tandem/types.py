@@ -92,6 +92,12 @@ class GenerationConfig:
         for name in ("frequency_penalty", "presence_penalty"):
             _require(_is_finite(getattr(self, name), -2.0), self, name, "a finite number >= -2")
         _require(all(self.stop), self, "stop", "non-empty strings")
+        _require(
+            all(_is_finite(bias, -math.inf) for bias in self.logit_bias.values()),
+            self,
+            "logit_bias",
+            "finite numbers by token id",
+        )
 
     @property
     def is_greedy(self) -> bool:

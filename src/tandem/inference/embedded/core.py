@@ -217,7 +217,7 @@ class EmbeddedCore:
         if not plan.num_sampled:
             return []
         drawn = self._sample(plan, output)
-        lanes.append(drawn.ids, drawn.logprobs, self.version.n, self._clock())
+        lanes.append(drawn, self.version.n, self._clock())
         return self._collect(drawn, plan.num_decode)
 
     def _make_room(self) -> None:
@@ -257,9 +257,6 @@ class EmbeddedCore:
             self._sampled = n
         history = History(lanes.tokens[:n], lanes.prompt_lengths[:n], lanes.lengths[:n])
         drawn = self._sampler.sample(output.logits, history)
-        if self._sampler.raw_rows:
-            rows = self._sampler.raw_rows
-            lanes.raw_logprobs[rows, lanes.lengths[rows]] = drawn.raw_logprobs
         for row, alternatives in drawn.top.items():
             lanes.jobs[row].top_logprobs.append(alternatives)
         self.counters.tokens += n

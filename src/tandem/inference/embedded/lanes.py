@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tandem.inference.embedded.requests import Job
+from tandem.inference.embedded.sampler import Drawn
 
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
@@ -102,14 +103,16 @@ class Lanes:
             self._cached[row] = self._blocks[row] = 0
         self._set_stop_ids()
 
-    def append(self, ids: Int64s, logprobs: Float32s, version: int, now: float) -> None:
-        """Add one token to each of the first ``len(ids)`` rows, all of which are cached."""
-        n = len(ids)
+    def append(self, drawn: Drawn, version: int, now: float) -> None:
+        """Add a token to each of the first rows, as many as were drawn; all of them are cached."""
+        n = len(drawn.ids)
         self._grow(len(self), int(self._lengths[:n].max()) + 1)
         rows, at = np.arange(n), self._lengths[:n]
         self._cached[:n] = at
-        self.tokens[rows, at] = ids
-        self.logprobs[rows, at] = logprobs
+        self.tokens[rows, at] = drawn.ids
+        self.logprobs[rows, at] = drawn.logprobs
+        if drawn.raw_logprobs is not None:
+            self.raw_logprobs[rows, at] = drawn.raw_logprobs
         self.versions[rows, at] = version
         self.times[rows, at] = now
         self._lengths[:n] += 1

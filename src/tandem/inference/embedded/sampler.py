@@ -81,12 +81,12 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """One token a row. ``raw_logprobs`` has the rows that asked for it in their order, ``top`` the
-    alternatives ``(token, logprob)`` by row."""
+    """One token a row. ``raw_logprobs`` is NaN for rows that did not ask, ``None`` if nobody did;
+    ``top`` has the alternatives ``(token, logprob)`` of the rows that did."""
 
     ids: Int64s
     logprobs: Float32s
-    raw_logprobs: Float32s
+    raw_logprobs: Float32s | None
     top: dict[int, list[tuple[int, float]]]
 
 
@@ -122,7 +122,7 @@ class Sampler:
             dtype=torch.float32,
             device=device,
         )
-        self.raw_rows = [i for i, row in enumerate(rows) if row.raw]
+        self._raw_rows = [i for i, row in enumerate(rows) if row.raw]
         self._top_rows = [(i, row.top) for i, row in enumerate(rows) if row.top]
 
     def sample(self, logits: Tensor, history: History) -> Drawn:
@@ -130,7 +130,7 @@ class Sampler:
 
         A row without a finite distribution gets log-probability NaN.
         """
-        raw = logits[self.raw_rows] if self.raw_rows else None
+        raw = logits[self._raw_rows] if self._raw_rows else None
         self._shape_logits(logits, history)
         best = logits.argmax(dim=-1, keepdim=True) if self._greedy is not None else None
         if self._temperature is not None:
@@ -155,11 +155,12 @@ class Sampler:
             self._top(logits, peak + log_total),
         )
 
-    def _raw(self, raw: Tensor | None, ids: Tensor) -> Float32s:
+    def _raw(self, raw: Tensor | None, ids: Tensor) -> Float32s | None:
         if raw is None:
-            return np.zeros(0, dtype=np.float32)
-        picked = raw.log_softmax(dim=-1).gather(1, ids[self.raw_rows])
-        logprobs: Float32s = picked[:, 0].cpu().numpy()
+            return None
+        logprobs = np.full(len(ids), np.nan, dtype=np.float32)
+        picked = raw.log_softmax(dim=-1).gather(1, ids[self._raw_rows])
+        logprobs[self._raw_rows] = picked[:, 0].cpu().numpy()
         return logprobs
 
     def _top(self, logits: Tensor, log_total: Tensor) -> dict[int, list[tuple[int, float]]]:
