@@ -66,7 +66,8 @@ FAMILIES = {
         "{% endif %}{% endfor %}"
         "{% for m in messages %}[{{ m['role'][0] }}]\n"
         "{% if m['role'] == 'assistant' and loop.index0 < ns.last %}"
-        "{{ m['content'].split('|')[-1] }}{% else %}{{ m['content'] }}{% endif %}<eos>\n{% endfor %}"
+        "{{ m['content'].split('|')[-1] }}{% else %}{{ m['content'] }}{% endif %}<eos>\n"
+        "{% endfor %}"
         "{% if add_generation_prompt %}[a]\n{% endif %}"
     ),
     # SmolLM: a system message of its own when there is none.

@@ -83,7 +83,7 @@ def _after_turn(
 
 
 def without_end(ids: Sequence[int], last: int | None, ends: Collection[int]) -> Sequence[int]:
-    """``ids`` without a leading end-of-turn token when the model has said one already (``last``)."""
+    """``ids`` without a leading end of turn when ``last``, the last sampled token, is one."""
     return ids[1:] if last in ends and ids and ids[0] in ends else ids
 
 

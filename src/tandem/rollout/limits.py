@@ -13,7 +13,7 @@ import resource
 import sys
 from dataclasses import dataclass
 
-_NEW_USER, _NEW_PID, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
+_NEW_USER, _NEW_NET = 0x10000000, 0x40000000
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,16 @@ def allow_cpu(seconds: float | None) -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (soft, hard))
 
 
-def leave_network(*, own_pids: bool = False) -> None:
+def leave_network() -> None:
     """Move this process into a network namespace without any interface but a dead loopback.
-
-    With ``own_pids`` its next child is the first process of a namespace, and all that is started
-    in there dies with it.
 
     Raises:
         OSError: not Linux, or the kernel does not let this user do it.
     """
     if sys.platform != "linux":
         raise OSError(f"processes without a network need Linux, this is {sys.platform}")
-    wanted = _NEW_NET | (_NEW_PID if own_pids else 0)
     libc = ctypes.CDLL(None, use_errno=True)
     # Root may do it at once; others need a user namespace, which gives them the right inside.
-    if libc.unshare(wanted) and libc.unshare(wanted | _NEW_USER):
+    if libc.unshare(_NEW_NET) and libc.unshare(_NEW_NET | _NEW_USER):
         code = ctypes.get_errno()
         raise OSError(code, f"the kernel refuses a network namespace: {os.strerror(code)}")

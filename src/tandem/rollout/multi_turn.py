@@ -22,7 +22,7 @@ from tandem.rollout.transcript import (
     system_messages,
 )
 from tandem.rollout.workflow import Episode, OverlongPromptError, SampleError, sample_seed
-from tandem.types import GenerationConfig, LLMRequest, LLMResponse
+from tandem.types import GenerationConfig, LLMRequest, LLMResponse, StopReason
 
 if TYPE_CHECKING:
     from tandem.rollout.engine import InferenceEngine
@@ -43,7 +43,8 @@ class MultiTurnWorkflow(GroupWorkflow):
 
     ``scored_by`` says what makes the reward: the ``environment``'s turn rewards summed, turn k
     weighing ``turn_discount**k``; the ``reward`` function, which sees the last turn as the
-    completion and all of them in the columns ``turns`` and ``messages``; or ``both`` added.
+    completion and the whole in the columns ``turns``, ``messages`` and ``stop_reasons``; or
+    ``both`` added.
     """
 
     environment: str | Callable[..., Environment] = ""
@@ -106,6 +107,7 @@ class _Conversation:
         self._index = index
         self._where = f"episode {episode.episode_id}"
         self._earned = 0.0
+        self._stop_reasons: list[StopReason] = []
 
     async def run(self, prompt_ids: tuple[int, ...]) -> Trajectory:
         transcript = await self._open(prompt_ids)
@@ -125,9 +127,13 @@ class _Conversation:
                 is_aborted = True
                 break
             observation, is_done = await self._step(transcript, response, raw, turn)
+            self._stop_reasons.append(self._environment.stop_reason or response.stop_reason)
             if is_done or response.stop_reason == "length" or turn + 1 == self._workflow.max_turns:
                 break
-            transcript.add_observation(observation)
+            try:
+                transcript.add_observation(observation)
+            except DataError as error:
+                raise SampleError(f"{self._where}, turn {turn}: {error}") from error
         transcript.finish()
         return self._trajectory(transcript, prompt_ids, is_aborted, is_done)
 
@@ -240,7 +246,7 @@ class _Conversation:
                 tokenizer.decode(list(sampled), skip_special_tokens=True),
                 prompt_ids,
                 sampled,
-                {"turns": turns, "messages": messages},
+                {"turns": turns, "messages": messages, "stop_reasons": self._stop_reasons},
             ),
             reward=None if is_aborted else self._earned,
             is_truncated=cut and not is_aborted,

@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 
 from tandem.config.schema import RewardConfig
 from tandem.errors import ConfigError
-from tandem.rollout.reward_pool import Limits, RewardPool
+from tandem.rollout.limits import Limits
+from tandem.rollout.reward_pool import RewardPool
 from tandem.rollout.rewards import (
     INSTANT,
     RewardFunction,
@@ -198,7 +199,7 @@ class _LoopState:
     batcher: _Batcher
 
 
-_Waiting = tuple[Completion, Mapping[str, Any], "asyncio.Future[float | None | RewardError]"]
+_Waiting = tuple[Completion, Mapping[str, Any], "asyncio.Future[float | RewardError | None]"]
 _Scorer = Callable[[Sequence[Completion], Sequence[Mapping[str, Any]]], Any]
 
 
@@ -279,9 +280,8 @@ def checked_scores(value: Any, count: int) -> list[float | RewardError | None]:
     if hasattr(value, "tolist"):
         value = value.tolist()
     if not isinstance(value, list | tuple) or len(value) != count:
-        received = (
-            f"{len(value)} scores" if isinstance(value, list | tuple) else type(value).__name__
-        )
+        is_list = isinstance(value, list | tuple)
+        received = f"{len(value)} scores" if is_list else type(value).__name__
         raise RewardError(f"the reward returned {received}, allowed: a list of {count} scores")
     scores: list[float | RewardError | None] = []
     for item in value:

@@ -72,7 +72,7 @@ class TokenRow:
             end -= 1
         if end:
             for values in (self.ids, self.loss_mask, self.logprobs, self.versions):
-                del values[end:]  # type: ignore[attr-defined]
+                del values[end:]
             del self.turn_ids[end:], self.token_rewards[end:]
 
     def reward_last(self, reward: float) -> None:

@@ -128,6 +128,11 @@ def load_workflow(name: str, **kwargs: Any) -> RolloutWorkflow:
 
     Of ``STANDARD_ARGUMENTS`` a constructor gets those that it names, of the others all.
     """
+    if name not in _BUILT_IN and ":" not in name:
+        raise ConfigError(
+            f"rollout.workflow: got {name!r}, allowed: {', '.join(sorted(_BUILT_IN))}, "
+            "path/file.py:Class or package.module:Class"
+        )
     factory = load_object(_BUILT_IN.get(name, name), field="rollout.workflow")
     parameters = inspect.signature(factory).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

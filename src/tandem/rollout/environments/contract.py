@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from tandem.config.objects import load_object
 from tandem.errors import ConfigError
 from tandem.rollout.transcript import Observation
+from tandem.types import StopReason
 
 Step = tuple[Observation, float | None, bool]
 """``(observation, reward, done)``. With ``done`` the observation is shown to nobody."""
@@ -20,11 +21,13 @@ class Environment(ABC):
 
     ``reset`` and ``step`` may be ``async def``. Plain ones run in a thread, so that they may block;
     with ``is_instant`` they run in the rollout thread itself. What they raise loses the sample.
-    ``keeps_special_tokens`` says that an action's text is to contain them.
+    ``keeps_special_tokens`` says that an action's text is to contain them. ``stop_reason`` is how
+    the last turn ended where the environment knows better than the engine.
     """
 
     is_instant: ClassVar[bool] = False
     keeps_special_tokens: ClassVar[bool] = False
+    stop_reason: StopReason | None = None
 
     @abstractmethod
     def reset(
