@@ -145,7 +145,7 @@ def test_a_process_that_does_not_start_is_no_verdict_on_the_solution(
 
 
 def test_tests_that_are_none_are_refused() -> None:
-    for tests in (None, [], [3], [{"input": "x"}], "", [" "]):
+    for tests in (None, [], [3], [{"input": "x"}], "", [" "], "assert ("):
         with pytest.raises(DataError, match="'tests'"):
             judge(ADD, tests)
 

@@ -94,12 +94,21 @@ def _checked_tests(tests: Any) -> list[Any]:
             isinstance(test.get(name), str) for name in ("input", "output")
         )
         is_text = isinstance(test, str) and bool(test.strip())
+        if is_text:
+            _check_syntax(test)
         if not is_text and not is_pair:
             raise DataError(
                 f"reward code: column 'tests': got {test!r:.80}, allowed: text that is not empty, "
                 "or an object with input and output"
             )
     return list(found)
+
+
+def _check_syntax(test: str) -> None:
+    try:
+        compile(test, "tests", "exec")
+    except (SyntaxError, ValueError) as error:
+        raise DataError(f"reward code: column 'tests': a test is no Python: {error}") from None
 
 
 def _judge(spec: Mapping[str, Any], deadline: float) -> dict[str, Any]:
