@@ -11,7 +11,7 @@ import sys
 import typer
 
 from tandem import __version__
-from tandem.cli import doctor, evaluate, generate, model, quickstart, rl, sft, status
+from tandem.cli import data, doctor, evaluate, generate, model, quickstart, rl, sft, status
 from tandem.cli.failures import report_failures
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("rl")(rl.rl)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.add_typer(model.app, name="model")
+app.add_typer(data.app, name="data")
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
 

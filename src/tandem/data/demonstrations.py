@@ -113,7 +113,7 @@ def open_demonstrations(
                 raise ConfigError("data.answer_noise needs rows with an answer, not messages")
             rng = Random(f"{seed}:{config.data.seed}:{index}")
             row = {**row, _answer_column(row, where): noise(row, rng)}
-        for demonstration in _tokenise(row, config.data, tokenizer, where):
+        for demonstration in row_demonstrations(row, config.data, tokenizer, where):
             if not config.completion_only:
                 length = len(demonstration.input_ids)
                 demonstration = replace(demonstration, loss_mask=(False, *[True] * (length - 1)))
@@ -224,9 +224,10 @@ def _spoken(turn: tuple[int, ...], eos: int | None) -> int:
     return turn.index(eos) + 1 if eos in turn else len(turn)
 
 
-def _tokenise(
+def row_demonstrations(
     row: Row, config: DataConfig, tokenizer: PreTrainedTokenizerBase, where: str
 ) -> list[Demonstration]:
+    """One row of a data source as token rows, of any length."""
     tools = tools_of(row, where)
     if _is_conversation(row, config):
         messages = check_messages(row["messages"], where)
