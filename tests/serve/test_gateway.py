@@ -95,7 +95,7 @@ def bed(gateway: Gateway) -> Iterator[Callable[..., Bed]]:
             **settings,
         )
         base_url = gateway.open(session)
-        client = openai.OpenAI(base_url=base_url, api_key=session.key, max_retries=0)
+        client = openai.OpenAI(base_url=base_url, api_key=session.key or "none", max_retries=0)
         made.append((engine, Bed(session, backend, client, base_url)))
         return made[-1][1]
 
