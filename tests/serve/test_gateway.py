@@ -349,7 +349,7 @@ def test_a_body_that_is_no_plain_json_is_refused(bed: Any, body: bytes) -> None:
 
 
 def test_sampling_of_the_client_is_replaced_only_when_configured(bed: Any) -> None:
-    b = bed("hi<eos>", override_sampling=True)
+    b = bed("hi<eos>", sampling="replaced")
     b.chat(user("q"), temperature=0.2, top_p=0.5)
     assert b.backend.requests[0].gconfig.temperature == 1.0
     assert b.backend.requests[0].gconfig.top_p == 1.0
@@ -478,11 +478,13 @@ def test_a_prompt_that_has_no_tokens_is_the_clients_mistake(bed: Any) -> None:
 
 
 def test_plain_serving_needs_no_key_and_remembers_nothing(bed: Any, gateway: Gateway) -> None:
-    b = bed("hi<eos>", keeps=False, key="")
+    b = bed("hi<eos>", keeps=False, key="", sampling="free")
     url = gateway.serve_as_default(b.session)
     client = openai.OpenAI(base_url=url, api_key="any", max_retries=0)
     completion = client.chat.completions.create(model="m", messages=[user("q")])  # type: ignore[list-item]
     assert completion.choices[0].message.content == "hi"
+    client.chat.completions.create(model="m", messages=[user("q")], temperature=0.2)  # type: ignore[list-item]
+    assert [req.gconfig.temperature for req in b.backend.requests] == [1.0, 0.2]
     assert b.session.tree.rows() == []
     assert [model.id for model in client.models.list()] == ["policy"]
     client.close()

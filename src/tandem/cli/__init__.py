@@ -11,7 +11,7 @@ import sys
 import typer
 
 from tandem import __version__
-from tandem.cli import data, doctor, evaluate, generate, model, quickstart, rl, sft, status
+from tandem.cli import data, doctor, evaluate, generate, model, quickstart, rl, serve, sft, status
 from tandem.cli.failures import report_failures
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("sft")(sft.sft)
 app.command("rl")(rl.rl)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.add_typer(model.app, name="model")
 app.add_typer(data.app, name="data")
 app.command("status")(status.status)

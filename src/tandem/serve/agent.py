@@ -40,6 +40,9 @@ class AgentWorkflow(GroupWorkflow):
     be scored), the ``reward`` function, which sees the last answer, or ``both`` added. An agent
     that raises, exits with another code than 0, takes longer than ``agent_timeout_s`` or asks for
     nothing loses the sample.
+
+    Tokens are trained on as samples of ``generation``, so a request with other sampling options is
+    refused; with ``override_sampling`` they are replaced.
     """
 
     agent: str | Callable[..., Any] | None = None
@@ -116,7 +119,7 @@ class AgentWorkflow(GroupWorkflow):
             self.generation,
             f"{episode.uid}.{index}",
             seed_of,
-            override_sampling=self.override_sampling,
+            sampling="replaced" if self.override_sampling else "fixed",
             tool_format=self.tool_format,
         )
 

@@ -136,17 +136,21 @@ class CompletionRequest(_Request):
         return self.max_tokens
 
 
-def generation_of(
-    request: ChatRequest | CompletionRequest, configured: GenerationConfig, *, override: bool
-) -> GenerationConfig:
-    """The options of a request over those ``configured``.
+Sampling = Literal["fixed", "replaced", "free"]
+"""What a client may say of the sampling options: the configured values; anything, which the
+configured values replace; or anything, which is done (nothing of it can be trained on)."""
 
-    Sampling options must be the configured ones, because tokens are trained on as samples of that
-    distribution; with ``override`` other values are replaced by them.
-    """
-    for name in SAMPLING:
-        wanted, ours = getattr(request, name), getattr(configured, name)
-        if wanted is not None and wanted != ours and not override:
+
+def generation_of(
+    request: ChatRequest | CompletionRequest, configured: GenerationConfig, sampling: Sampling
+) -> GenerationConfig:
+    """The options of a request over those ``configured``."""
+    wishes = {name: getattr(request, name) for name in SAMPLING}
+    if sampling == "free":
+        configured = configured.new(**{k: v for k, v in wishes.items() if v is not None})
+    for name, wanted in wishes.items():
+        ours = getattr(configured, name)
+        if wanted is not None and wanted != ours and sampling == "fixed":
             raise RequestError(
                 400,
                 f"{name}: got {wanted}, this episode samples with {ours}; leave it out, or set "

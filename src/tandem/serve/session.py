@@ -16,7 +16,13 @@ from tandem.data.turns import Tools
 from tandem.errors import ConfigError, DataError
 from tandem.rollout.tool_calls import ToolCall, ToolFormat, parse_tool_calls
 from tandem.serve.answers import Answer, Choice
-from tandem.serve.protocol import ChatRequest, CompletionRequest, MessageIn, generation_of
+from tandem.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    MessageIn,
+    Sampling,
+    generation_of,
+)
 from tandem.serve.strict import RequestError
 from tandem.serve.tree import Asked, ConversationTree
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse
@@ -41,7 +47,7 @@ class Session:
     generation: GenerationConfig
     name: str
     seed_of: SeedOf
-    override_sampling: bool = False
+    sampling: Sampling = "fixed"
     tool_format: ToolFormat = "auto"
     keeps: bool = True
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
@@ -107,7 +113,7 @@ class Session:
         self, asked: Asked, request: ChatRequest | CompletionRequest
     ) -> tuple[int, list[LLMResponse]]:
         """The number of this request, and its samples."""
-        config = generation_of(request, self.generation, override=self.override_sampling)
+        config = generation_of(request, self.generation, self.sampling)
         number = self._num_requests
         self._num_requests += 1
         loop = asyncio.get_running_loop()
