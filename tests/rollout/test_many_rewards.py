@@ -16,6 +16,7 @@ from tandem.rollout.reward_pool import RewardPool
 from tandem.rollout.scoring import Completion, Reward, RewardError, load_reward
 from tandem.types import Prompt
 from tests.rollout.doubles import GatedBackend, count, make_engine
+from tests.rollout.test_code_reward import contained
 from tests.rollout.test_single_turn import PROMPT, by_sample, workflow
 
 
@@ -183,6 +184,7 @@ def outcome(pool: RewardPool, completion: str) -> Any:
         return str(error)
 
 
+@contained
 def test_limits_end_the_call_that_breaks_them_and_not_the_pool(limited: str) -> None:
     limits = Limits(memory_mb=512, cpu_s=1, network=False)
     pool = RewardPool(limited, timeout_s=30.0, limits=limits)

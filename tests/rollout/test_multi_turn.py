@@ -217,7 +217,7 @@ def test_white_space_that_a_template_trims_does_not_split(engines: Any) -> None:
 
 @pytest.mark.parametrize("template", [FORGETFUL, FAMILIES["qwen_thinking"]])
 def test_a_template_that_rewrites_history_splits_the_trajectory(
-    engines: Any, template: str
+    engines: Any, template: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = with_template(template)
     backend = GatedBackend(saying("why|yes<eos>", "so|no<eos>", tokenizer=tokenizer))
@@ -237,6 +237,7 @@ def test_a_template_that_rewrites_history_splits_the_trajectory(
         assert tuple(row["input_ids"][:start].tolist()) in seen
     assert "why" not in text_of(batch[1], "context", tokenizer)
     assert batch["turn_ids"].max() == 1
+    assert "2 trajectories are split into 4 rows" in caplog.text
 
 
 def test_tool_answers_do_not_make_a_thinking_template_rewrite(engines: Any) -> None:

@@ -273,7 +273,9 @@ def test_text_completions_go_on_from_the_ids_they_begin_with(bed: Any) -> None:
     assert first.choices[0].logprobs.token_logprobs == [-0.5]
     b.client.completions.create(model="m", prompt="abc")
     b.client.completions.create(model="m", prompt=ids("zz"))
-    assert row_texts(b.session) == [("abcd", "bd"), ("zzd", "d")]
+    # Text that begins as an answer to ids did is no continuation of it.
+    b.client.completions.create(model="m", prompt="d!")
+    assert row_texts(b.session) == [("abcd", "bd"), ("zzd", "d"), ("d!d", "d")]
 
 
 def test_requests_wait_while_generation_is_paused_and_carry_both_versions(bed: Any) -> None:

@@ -19,12 +19,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.errors import ConfigError, DataError, EngineError, RolloutError
+from tandem.rollout.code_worker import START_TIMEOUT_S
 from tandem.rollout.frames import encode_frame, read_frame, write_frame
 
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 MIN_MEMORY_MB = 64
-_SLACK_S = 10.0
-"""For starting processes: the tests' own time does not pay for it."""
 
 
 def code(
@@ -60,7 +59,7 @@ def code(
             f"reward.kwargs.memory_mb: got {memory_mb}, allowed: {MIN_MEMORY_MB} or more; less is "
             "not enough to start Python"
         )
-    spec = {
+    spec: dict[str, Any] = {
         "code": extract_code(completion),
         "tests": _checked_tests(tests),
         "time_s": time_s,
@@ -69,7 +68,8 @@ def code(
         "stop_at_first": not partial,
         "nonce": secrets.token_hex(16),
     }
-    verdict = _judge(spec, time.monotonic() + time_s + _SLACK_S)
+    num_starts = len(spec["tests"]) + 1
+    verdict = _judge(spec, time.monotonic() + time_s + num_starts * START_TIMEOUT_S)
     if "refused" in verdict:
         raise ConfigError(
             f"reward code: the solution cannot be contained: {verdict['refused']}; with "

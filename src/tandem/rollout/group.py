@@ -6,6 +6,7 @@ How a single trajectory comes about is in ``single_turn``, ``multi_turn`` and ``
 from __future__ import annotations
 
 import asyncio
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +29,16 @@ if TYPE_CHECKING:
     from tandem.rollout.engine import InferenceEngine
 
 
+log = logging.getLogger(__name__)
+
+
 @dataclass(slots=True, eq=False)
 class Trajectory:
     """One sample of a group. All its rows have one ``sample_ids`` and one reward.
 
     ``completion`` is what a reward function is asked about, ``text`` what people read. ``reward``
-    is what the trajectory earned on its way; None: nothing can be said about it.
+    is what the trajectory earned on its way; None: nothing can be said about it. ``num_splits``
+    counts how often a chat template rewrote what came before.
     """
 
     index: int
@@ -43,6 +48,7 @@ class Trajectory:
     reward: float | None = 0.0
     error: SampleError | None = None
     is_truncated: bool = False
+    num_splits: int = 0
 
 
 @dataclass
@@ -77,6 +83,7 @@ class GroupWorkflow(RolloutWorkflow):
             )
         if not isinstance(self.reward, Reward):
             self.reward = Reward(self.reward)
+        self._has_told = False
 
     @abstractmethod
     async def sample(
@@ -212,9 +219,15 @@ class GroupWorkflow(RolloutWorkflow):
         episode.notes["prompt"] = text
         episode.notes["completions"] = [item.text for item in made]
         episode.notes["rewards"] = [item.reward for item in made]
-        splits = sum(len(item.rows) - 1 for item in made)
-        if splits:
-            episode.notes["splits"] = splits
+        if (splits := sum(item.num_splits for item in made)) and not self._has_told:
+            self._has_told = True
+            log.warning(
+                "episode %d: the chat template rewrites earlier turns as a conversation goes on; "
+                "its %d trajectories are split into %d rows, and others will be too",
+                episode.episode_id,
+                len(made),
+                len(made) + splits,
+            )
 
     def _rows(self, episode: Episode, item: Trajectory) -> list[dict[str, Any]]:
         is_scored = item.reward is not None

@@ -250,4 +250,5 @@ class _Conversation:
             ),
             reward=None if is_aborted else self._earned,
             is_truncated=cut and not is_aborted,
+            num_splits=transcript.num_splits,
         )

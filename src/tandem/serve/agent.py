@@ -183,6 +183,7 @@ class AgentWorkflow(GroupWorkflow):
             Completion(episode.get("prompt"), text, last.asked.context, sampled, {"turns": turns}),
             reward=result,
             is_truncated=last.response.stop_reason == "length",
+            num_splits=session.tree.num_splits,
         )
 
 

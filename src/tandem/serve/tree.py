@@ -20,12 +20,15 @@ from tandem.types import LLMResponse
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """One request in tokens. ``parent`` is the answer that ``context`` begins with, if any does."""
+    """One request in tokens. ``parent`` is the answer that ``context`` begins with, if any does.
+
+    ``seen`` is its text; None where the client gave token ids.
+    """
 
     parent: Node | None
     context: tuple[int, ...]
     messages: tuple[Message, ...] = ()
-    seen: str = ""
+    seen: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,6 +79,7 @@ class ConversationTree:
 
     def _go_on(self, node: Node, new: Sequence[Message], tools: Tools | None) -> Asked:
         asked = node.asked
+        assert asked.seen is not None
         after = continue_chat(
             self._tokenizer,
             asked.messages,
@@ -99,16 +103,16 @@ class ConversationTree:
             ids = tuple(prompt)
             begun = [node for node in self.nodes if ids[: len(node.ids)] == node.ids]
             return Asked(_longest(begun), ids)
-        begun = [
-            node
+        texts = {
+            node: node.asked.seen + node.spoken
             for node in self.nodes
-            if not node.asked.messages and prompt.startswith(node.asked.seen + node.spoken)
-        ]
-        node = _longest(begun)
+            if node.asked.seen is not None and not node.asked.messages
+        }
+        node = _longest([node for node, text in texts.items() if prompt.startswith(text)])
         if node is None:
             ids = encode_prompt(self._tokenizer, prompt, self._where)
             return Asked(None, ids, seen=prompt)
-        rest = prompt[len(node.asked.seen + node.spoken) :]
+        rest = prompt[len(texts[node]) :]
         return Asked(node, (*node.ids, *encode(self._tokenizer, rest, self._where)), seen=prompt)
 
     # --- answers ----------------------------------------------------------------------------------
