@@ -1,21 +1,20 @@
 """Demonstrations for supervised training: token rows that know which tokens are targets.
 
-What belongs here: prompt-and-answer rows and chat conversations as ids with a loss mask, the
-``max_length`` policy, and batches with a resumable position. Putting rows into tensors is done in
-``batch.py``.
+What belongs here: prompt-and-answer rows and chat conversations as ids with a loss mask, and the
+``max_length`` policy. Their order is in ``examples.py``, putting them into tensors in ``batch.py``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tandem.config.schema import DataConfig, SFTStageConfig
+from tandem.config.schema import DataConfig, SFTStageConfig, StageConfig
+from tandem.data.examples import ExampleSource
 from tandem.data.noise import load_noise
-from tandem.data.order import ShuffledOrder
 from tandem.data.prompts import ids_digest, render_prompt
 from tandem.data.sources import Row, Rows, missing_columns, read_rows
 from tandem.data.text import (
@@ -44,51 +43,9 @@ class Demonstration:
     loss_mask: tuple[bool, ...]
 
 
-class DemonstrationSource:
-    """Demonstrations in an order that is a function of (seed, epoch), with a resumable cursor.
-
-    ``dropped`` counts the rows left out, by reason.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Demonstration],
-        *,
-        seed: tuple[int, ...] = (0,),
-        shuffle: bool = True,
-        dropped: Mapping[str, int] | None = None,
-    ) -> None:
-        self._rows = rows
-        self.dropped = dict(dropped or {})
-        digest = ids_digest(row.input_ids for row in rows)
-        self._order = ShuffledOrder(len(rows), seed=seed, shuffle=shuffle, digest=digest)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def demonstration(self, epoch: int, position: int) -> Demonstration:
-        return self._rows[self._order.row(epoch, position)]
-
-    def batches(self, size: int, *, epochs: int | None = None) -> Iterator[list[Demonstration]]:
-        """Batches from the cursor to the end of epoch number ``epochs`` (``None``: for ever).
-
-        The last batch of an epoch may be smaller, so that every row is used once an epoch. After a
-        batch has been handed out, ``state_dict`` speaks of the next one.
-        """
-        for addresses in self._order.batches(size, epochs):
-            yield [self.demonstration(*address) for address in addresses]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._order.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; ``DataError`` when the data have changed."""
-        self._order.load_state_dict(state)
-
-
 def open_demonstrations(
     config: SFTStageConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0
-) -> DemonstrationSource:
+) -> ExampleSource[Demonstration]:
     """Read and tokenise every demonstration of a supervised stage.
 
     A row has ``messages``, or a prompt (as for ``open_prompts``) and an ``answer`` (or
@@ -101,6 +58,7 @@ def open_demonstrations(
             usable row left.
     """
     source = read_rows(config.data)
+    limit = min(config.max_length, config.train.max_tokens_per_microbatch)
     noise = None
     if config.data.answer_noise is not None:
         noise = load_noise(config.data.answer_noise, config.data.answer_noise_kwargs)
@@ -117,13 +75,17 @@ def open_demonstrations(
             if not config.completion_only:
                 length = len(demonstration.input_ids)
                 demonstration = replace(demonstration, loss_mask=(False, *[True] * (length - 1)))
-            fitted = _fit(demonstration, config, where, dropped)
+            fitted = fit_row(demonstration, limit, config.overlong, where, dropped)
             if fitted is not None:
                 rows.append(fitted)
     if not rows:
-        raise _nothing_usable(source, config, dropped)
-    return DemonstrationSource(
-        rows, seed=(seed, config.data.seed), shuffle=config.data.shuffle, dropped=dropped
+        raise nothing_usable(source, config, dropped)
+    return ExampleSource(
+        rows,
+        digest=ids_digest(row.input_ids for row in rows),
+        seed=(seed, config.data.seed),
+        shuffle=config.data.shuffle,
+        dropped=dropped,
     )
 
 
@@ -216,7 +178,7 @@ class _Stretch:
         ids, mask = self.ids[:end], self.mask[:end]
         if ids[-1] != tokenizer.eos_token_id:
             ids, mask = [*ids, int(tokenizer.eos_token_id)], [*mask, True]
-        return _masked(ids, mask)
+        return masked(ids, mask)
 
 
 def _spoken(turn: tuple[int, ...], eos: int | None) -> int:
@@ -255,7 +217,7 @@ def row_demonstrations(
         )
     completion = (*encode(tokenizer, answer, where), int(tokenizer.eos_token_id))
     mask = [False] * len(prompt_ids) + [True] * len(completion)
-    return [_masked([*prompt_ids, *completion], mask)]
+    return [masked([*prompt_ids, *completion], mask)]
 
 
 def _is_conversation(row: Row, config: DataConfig) -> bool:
@@ -271,22 +233,23 @@ def _answer_column(row: Row, where: str) -> str:
     raise missing_columns(row, "'answer' (or 'response', 'completion', or 'messages')", where)
 
 
-def _masked(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration:
+def masked(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration:
+    """A row of ``ids``; its first token is never a target."""
     return Demonstration(tuple(ids), (False, *mask[1:]))
 
 
-def _fit(
-    row: Demonstration, config: SFTStageConfig, where: str, dropped: Counter[str]
+def fit_row(
+    row: Demonstration, limit: int, policy: str, where: str, dropped: Counter[str]
 ) -> Demonstration | None:
-    limit = min(config.max_length, config.train.max_tokens_per_microbatch)
+    """The row within ``limit`` tokens by ``policy`` (``overlong`` of a stage), or None: dropped."""
     if len(row.input_ids) > limit:
-        if config.overlong == "error":
+        if policy == "error":
             raise DataError(
                 f"{where}: the demonstration has {len(row.input_ids)} tokens > {limit} allowed; "
                 "raise max_length (or train.max_tokens_per_microbatch), or set overlong to filter "
                 "or truncate"
             )
-        if config.overlong == "filter":
+        if policy == "filter":
             dropped["too long"] += 1
             return None
         row = Demonstration(row.input_ids[:limit], row.loss_mask[:limit])
@@ -296,9 +259,10 @@ def _fit(
     return row
 
 
-def _nothing_usable(source: Rows, config: SFTStageConfig, dropped: Counter[str]) -> DataError:
+def nothing_usable(source: Rows, config: StageConfig, dropped: Counter[str]) -> DataError:
+    """The error for a stage none of whose rows is left."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
     return DataError(
-        f"{source.name}: none of {len(source)} demonstrations is usable ({reasons}); "
+        f"{source.name}: none of {len(source)} rows is usable ({reasons}); "
         f"raise max_length (now {config.max_length})"
     )
