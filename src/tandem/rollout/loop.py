@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
@@ -149,6 +149,18 @@ class EpisodeLoop:
             if run.task is not None:
                 self.call_soon(run.task.cancel)
 
+    def note_span(self, span: dict[str, Any]) -> None:
+        """Keep what the current attempt did from ``started_at`` (monotonic) on."""
+        run = _CURRENT.get()
+        if run is not None and run.started_at is not None:
+            span["start_s"] = span.pop("started_at") - run.started_at
+            run.spans.append(span)
+
+    def uid(self) -> tuple[str, int] | None:
+        """Unique name and episode id of the attempt whose task calls; None outside of one."""
+        run = _CURRENT.get()
+        return None if run is None else (run.episode.uid, run.episode_id)
+
     def note_request(self) -> None:
         """The engine tells of a request, so that a whole batch can be waited for."""
         run = _CURRENT.get()
@@ -189,7 +201,10 @@ class EpisodeLoop:
         if rows is None:
             return None
         attempt = run.episode.attempt
-        return check_rows(rows, run.episode_id, attempt, temperature=self._temperature)
+        checked, run.facts = check_rows(
+            rows, run.episode_id, attempt, temperature=self._temperature
+        )
+        return checked
 
     def _give_up(self, run: Run) -> None:
         run.settled = True
@@ -228,6 +243,11 @@ class EpisodeLoop:
         reported: Callable[[Run], None],
         rows: TensorDict | None = None,
     ) -> None:
+        listeners = [
+            listener
+            for listener in (run.workflow.listener, self._on_episode)
+            if listener is not None
+        ]
         try:
             with self.lock:
                 if run.settled:
@@ -236,10 +256,9 @@ class EpisodeLoop:
                 run.settled, run.rows = True, rows
                 self.active.discard(run)
                 state, reason = settle(run, error)
-                record = run.record(state, reason, time.monotonic())
-            for listener in (run.workflow.listener, self._on_episode):
-                if listener is not None:
-                    listener(record)
+                records = [run.record(state, reason, time.monotonic())] if listeners else []
+            for listener in listeners:
+                listener(*records)
         except Exception as failure:
             self.set_fatal(failure)
         finally:

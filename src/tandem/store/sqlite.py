@@ -352,8 +352,10 @@ def _add(db: sqlite3.Connection, episode: StoredEpisode) -> None:
             content.size_bytes,
         ),
     )
-    texts = (content.completions, content.rewards, content.spans)
-    values = (episode.key, content.prompt, *map(json.dumps, texts), content.rows)
+    # Spans are a workflow's own words: whatever is in them, they do not end the run.
+    spans = json.dumps(content.spans, default=str)
+    texts = json.dumps(content.completions), json.dumps(content.rewards), spans
+    values = (episode.key, content.prompt, *texts, content.rows)
     db.execute(_INSERT_CONTENT, values)
 
 
