@@ -3,7 +3,7 @@
 What goes into a checkpoint belongs to the train engines and the trainers.
 """
 
-from tandem.checkpoint.directory import latest, supersede_newer
+from tandem.checkpoint.directory import latest, list_steps, supersede_newer
 from tandem.checkpoint.manifest import CheckpointDir, verify
 from tandem.checkpoint.remote import download, upload
 from tandem.checkpoint.rng import capture_rng, restore_rng
@@ -17,6 +17,7 @@ __all__ = [
     "capture_rng",
     "download",
     "latest",
+    "list_steps",
     "read_state",
     "read_tensors",
     "restore_rng",

@@ -30,6 +30,9 @@ class RunConfig(Section):
     threads: PositiveInt | None = Field(
         None, description="torch threads of the training process; None: cores minus the generator's"
     )
+    stall_timeout_s: PositiveFloat = Field(
+        1800.0, description="the run ends with an error when nothing at all moved for so long"
+    )
 
 
 class LoraConfig(Section):
@@ -253,6 +256,18 @@ class CheckpointConfig(Section):
     export_model: bool = True
 
 
+class StoreConfig(Section):
+    """How long the trajectory store keeps what was trained on or dropped.
+
+    What the oldest kept checkpoint may need stays in any case.
+    """
+
+    keep_steps: PositiveInt | None = Field(None, description="steps of training; None: all")
+    max_size_mb: PositiveInt = Field(
+        2048, description="contents beyond it go, the oldest first (MiB)"
+    )
+
+
 class TrackingConfig(Section):
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     project: str = "tandem"
@@ -304,6 +319,7 @@ class RLConfig(Root):
     inference: InferenceConfig = InferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    store: StoreConfig = StoreConfig()
     steps: PositiveInt = 100
 
     @model_validator(mode="after")

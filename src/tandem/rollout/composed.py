@@ -150,8 +150,9 @@ class ComposedInferenceEngine(InferenceEngine):
         lines = [f"{name}: {value}" for name, value in self.backend.stats().items()]
         return "\n".join([self.executor.describe(), *lines])
 
-    def snapshot(self) -> RolloutSnapshot:
-        return self.executor.snapshot()
+    def snapshot(self, patience_s: float = -1.0) -> RolloutSnapshot:
+        """How rollout stands now; ``TimeoutError`` when its lock is held for ``patience_s``."""
+        return self.executor.snapshot(patience_s)
 
     def state_dict(self) -> dict[str, Any]:
         return self.executor.state_dict()

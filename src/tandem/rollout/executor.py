@@ -295,9 +295,15 @@ class RolloutExecutor:
         with self._lock:
             return self._meters.take(self.ledger.counts(), self._loop.num_late)
 
-    def snapshot(self) -> RolloutSnapshot:
-        """How things stand now."""
-        with self._lock:
+    def snapshot(self, patience_s: float = -1.0) -> RolloutSnapshot:
+        """How things stand now.
+
+        Raises:
+            TimeoutError: another thread holds the lock for longer than ``patience_s``.
+        """
+        if not self._lock.acquire(timeout=patience_s):
+            raise TimeoutError(f"a thread holds the executor's lock for over {patience_s:g} s")
+        try:
             now = time.monotonic()
             ledger, queue = self.ledger, self._pipeline.queue
             running = sorted(self._loop.active, key=lambda run: run.started_at or now)
@@ -316,10 +322,13 @@ class RolloutExecutor:
                     for run in running[:NUM_SHOWN]
                 ),
                 num_running=len(running),
+                num_ended=self._loop.num_ended,
                 waiting=waiting,
                 waits_until_s=None if deadline is None else deadline - now,
                 last_failure=self._pipeline.faults.last_reason,
             )
+        finally:
+            self._lock.release()
 
     def describe(self) -> str:
         """What is queued, running and ready, since when, and why nothing more starts."""

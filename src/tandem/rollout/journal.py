@@ -14,6 +14,7 @@ from tensordict import TensorDict
 
 from tandem.errors import StoreError
 from tandem.rollout.encoding import pack_rows, unpack_rows
+from tandem.rollout.rows import NO_ROWS
 from tandem.rollout.runs import FIRST_FREE_ID, Run
 from tandem.store import Moved, Query, RewindPoint, StoredEpisode, StoreWriter
 from tandem.store.records import Change
@@ -95,7 +96,7 @@ class Journal:
     ) -> StoredEpisode:
         assert self._writer is not None
         run.key = self._writer.next_key()
-        facts, now = run.facts, time.monotonic()
+        facts, now = run.facts or NO_ROWS, time.monotonic()
         started = now if run.started_at is None else run.started_at
         return StoredEpisode(
             key=run.key,
@@ -105,12 +106,12 @@ class Journal:
             incarnation=self._writer.incarnation,
             started_version=run.started_version,
             reason=reason,
-            oldest_version=facts and facts.oldest,
-            newest_version=facts and facts.newest,
+            oldest_version=facts.oldest,
+            newest_version=facts.newest,
             closed_version=closed_version,
-            reward=facts and facts.reward,
-            num_rows=facts.num_rows if facts else 0,
-            num_tokens=facts.num_trained if facts else 0,
+            reward=facts.reward,
+            num_rows=facts.num_rows,
+            num_tokens=facts.num_trained,
             ended_at=time.time(),
             queued_s=started - run.queued_at,
             running_s=now - started,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
@@ -39,9 +40,9 @@ _CURRENT: ContextVar[Run | None] = ContextVar("tandem_rollout_run", default=None
 class EpisodeLoop:
     """One daemon thread with an event loop. ``lock`` guards this and all that its users share.
 
-    ``active`` holds the attempts that run and are not settled, ``num_late`` counts results that
-    came after their attempt was given up. ``fatal`` is what every wait must raise. ``temperature``
-    is that of rows which name none.
+    ``active`` holds the attempts that run and are not settled, ``num_ended`` counts those that
+    ended, ``num_late`` the results that came after their attempt was given up. ``fatal`` is what
+    every wait must raise. ``temperature`` is that of rows which name none.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class EpisodeLoop:
         self.lock = threading.Condition(threading.RLock())
         self.active: set[Run] = set()
         self.num_late = 0
+        self.num_ended = 0
         self.fatal: BaseException | None = None
         self._engine = engine
         self._on_episode = on_episode
@@ -149,6 +151,11 @@ class EpisodeLoop:
             if run.task is not None:
                 self.call_soon(run.task.cancel)
 
+    def frames(self, limit: int = 20) -> list[tuple[str, FrameType]]:
+        """Where the running attempts stand, by name: the innermost frame of each."""
+        stacks = [(run.name, run.task.get_stack(limit=1)) for run in list(self.active) if run.task]
+        return [(name, stack[-1]) for name, stack in stacks[:limit] if stack]
+
     def note_span(self, span: dict[str, Any]) -> None:
         """Keep what the current attempt did from ``started_at`` (monotonic) on."""
         run = _CURRENT.get()
@@ -227,6 +234,7 @@ class EpisodeLoop:
     ) -> None:
         assert run.timer is not None
         run.timer.cancel()
+        self.num_ended += 1
         if task.cancelled():
             error: BaseException | None = RolloutError(f"{run.name} was cancelled from inside")
         else:

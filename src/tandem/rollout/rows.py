@@ -41,6 +41,9 @@ class RowFacts:
     trained_newest: int | None
 
 
+NO_ROWS = RowFacts(0, 0, None, None, None, None, None)
+
+
 def check_rows(
     rows: Any, episode_id: int, attempt: int, *, temperature: float = 1.0
 ) -> tuple[TensorDict, RowFacts]:

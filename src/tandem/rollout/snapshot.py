@@ -23,8 +23,8 @@ class RunningEpisode:
 class RolloutSnapshot:
     """``capacity`` episodes may start now; ``states`` counts all that were ever submitted.
 
-    ``running`` has the oldest few of ``num_running``, evaluation included. ``waiting`` says in what
-    the caller waits, None: in nothing here.
+    ``running`` has the oldest few of ``num_running``, evaluation included; ``num_ended`` have ended
+    so far. ``waiting`` says in what the caller waits, None: in nothing here.
     """
 
     version: int
@@ -37,6 +37,7 @@ class RolloutSnapshot:
     queued_for_s: float | None
     running: tuple[RunningEpisode, ...]
     num_running: int
+    num_ended: int
     waiting: str | None
     waits_until_s: float | None
     last_failure: str

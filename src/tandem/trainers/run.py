@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -35,25 +36,41 @@ log = logging.getLogger(__name__)
 
 
 class StopSignal:
-    """SIGTERM or SIGINT asks for a stop at the next step border; a second one stops at once."""
+    """SIGTERM or SIGINT asks for a stop at the next step border; a second one stops at once.
+
+    ``fail`` raises an error in the thread that waits for these signals, whatever it waits for.
+    """
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self._failure: BaseException | None = None
+        self._thread: int | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
+            self._thread = threading.get_ident()
         except ValueError:  # only the main thread may install handlers; others cannot be signalled
             self._previous.clear()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._thread = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def fail(self, error: BaseException) -> None:
+        """Called from another thread."""
+        self._failure = error
+        if self._thread is not None:
+            signal.pthread_kill(self._thread, signal.SIGINT)
+
     def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._failure is not None:
+            error, self._failure = self._failure, None
+            raise error
         if self.requested is not None:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
