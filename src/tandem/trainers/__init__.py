@@ -4,7 +4,8 @@ Loss formulas, backends and weight movement are below; parsing of commands is ab
 """
 
 from tandem.trainers.evaluation_run import run_eval
+from tandem.trainers.replay import run_replay
 from tandem.trainers.rl import run_rl
 from tandem.trainers.sft import run_sft
 
-__all__ = ["run_eval", "run_rl", "run_sft"]
+__all__ = ["run_eval", "run_replay", "run_rl", "run_sft"]

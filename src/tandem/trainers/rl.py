@@ -157,7 +157,7 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
     config = task.config
     seed_generators(config.run.seed)
     with ExitStack() as stack:
-        train = _open_train_engine(config, model_path)
+        train = open_train_engine(config, model_path)
         stack.callback(train.destroy)
         store = SqliteStore(run.dir / STORE_FILE)
         stack.callback(store.close)
@@ -165,7 +165,7 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
         stack.callback(writer.close)
         reference = None
         if config.algorithm.kl_coef > 0 and config.model.lora is None:
-            reference = _open_train_engine(config, model_path)
+            reference = open_train_engine(config, model_path)
             stack.callback(reference.destroy)
         rollout = open_inference_engine(
             config.inference,
@@ -434,7 +434,7 @@ def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
     return config.model_copy(update={"rollout": rollout})
 
 
-def _open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
+def open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
     engine: TrainEngine = EngineRegistry.new(
         "language_model",
         config.train.backend,
