@@ -11,7 +11,18 @@ import sys
 import typer
 
 from tandem import __version__
-from tandem.cli import doctor, evaluate, generate, model, quickstart, rl, sft, status
+from tandem.cli import (
+    doctor,
+    evaluate,
+    generate,
+    model,
+    quickstart,
+    replay,
+    rl,
+    rollouts,
+    sft,
+    status,
+)
 from tandem.cli.failures import report_failures
 
 app = typer.Typer(
@@ -29,6 +40,8 @@ app.command("rl")(rl.rl)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.add_typer(model.app, name="model")
+app.command("rollouts")(rollouts.rollouts)
+app.command("replay")(replay.replay)
 app.command("status")(status.status)
 app.command("doctor")(doctor.doctor)
 

@@ -164,9 +164,7 @@ def _batch(
     return join_rows(episodes, version=step - 1, max_staleness=limit)[0]
 
 
-def _compare(
-    step: int, recorded: RecordedStep, metrics: Mapping[str, float], weights: str
-) -> int:
+def _compare(step: int, recorded: RecordedStep, metrics: Mapping[str, float], weights: str) -> int:
     """Number of values compared; all of them are equal."""
     names = list(dict.fromkeys([*recorded.metrics, *metrics]))
     pairs = [(name, recorded.metrics.get(name), metrics.get(name)) for name in names]
@@ -217,9 +215,7 @@ class _Replay:
 
 
 @contextmanager
-def _training(
-    config: RLConfig, run_dir: Path, first: int, total_steps: int
-) -> Iterator[_Replay]:
+def _training(config: RLConfig, run_dir: Path, first: int, total_steps: int) -> Iterator[_Replay]:
     """The train engine as it was before step ``first``."""
     config = config.model_copy(update={"steps": total_steps})
     set_threads(config)
