@@ -13,6 +13,7 @@ from pathlib import Path
 from tandem.checkpoint.manifest import CheckpointDir, fsync_directory, read_manifest, verify
 from tandem.checkpoint.scratch import remove_leftovers
 from tandem.errors import CheckpointError
+from tandem.observe.moments import reach
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +117,7 @@ def _remove(path: Path) -> None:
     hidden = free_name(path.parent / f"{_REMOVING_PREFIX}{path.name}")
     path.rename(hidden)
     _VERIFIED.pop(path, None)
+    reach("checkpoint.retention")
     shutil.rmtree(hidden)
 
 

@@ -27,6 +27,7 @@ from tandem.checkpoint.manifest import fsync_directory, write_manifest
 from tandem.checkpoint.remote import upload
 from tandem.checkpoint.scratch import create_scratch
 from tandem.errors import CheckpointError
+from tandem.observe.moments import reach
 
 
 @dataclass(slots=True)
@@ -110,8 +111,10 @@ def _land(scratch: Path, target: Path) -> None:
     if target.exists():
         quarantine(target)
     scratch.chmod(0o755)
+    reach("checkpoint.before_rename")
     scratch.rename(target)
     fsync_directory(target.parent)
+    reach("checkpoint.after_rename")
     verify_cached(target)
 
 

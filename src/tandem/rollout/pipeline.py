@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tandem.config.schema import RolloutConfig
 from tandem.errors import DataError, RolloutError, TandemError
+from tandem.observe.moments import reach
 from tandem.rollout.journal import Journal
 from tandem.rollout.loop import EpisodeLoop, Outcome
 from tandem.rollout.rows import Staleness, check_rows, join_rows
@@ -236,12 +237,15 @@ class Pipeline:
         self.journal.handed_over(runs, version)
         for run in runs:
             run.rows = None
+        reach("rollout.handed_over")
         return batch, staleness
 
     def consume(self, version: int) -> None:
         """The batch in training was trained on, which made ``version``."""
+        reach("rollout.consuming")
         runs = [self.runs.pop(episode_id) for episode_id in self.ledger.consume()]
         self.journal.consumed(runs, version)
+        reach("rollout.consumed")
         self.wake()
 
     def reject(self, episode_ids: Collection[int], reason: str) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import StoreError
+from tandem.observe.moments import reach
 from tandem.store.contract import (
     EVERYTHING,
     Query,
@@ -191,6 +192,7 @@ class SqliteStore(TrajectoryStore):
                     db.execute(_INSERT_EVENT, values)
                 else:
                     _add(db, change)
+            reach("store.commit")
 
     def _move(self, db: sqlite3.Connection, change: Moved) -> None:
         closed = change.version if change.state in FINAL_STATES else None
@@ -229,6 +231,7 @@ class SqliteStore(TrajectoryStore):
                 "WHERE key = ?",
                 [(e.state.value, e.reason, e.step, e.closed_version, e.key) for e in changed],
             )
+            reach("store.rewind")
             db.execute(
                 "UPDATE events SET superseded = 1 WHERE (kind = 'batch' AND version >= ?) "
                 "OR (kind = 'trained' AND version > ?)",
@@ -254,6 +257,7 @@ class SqliteStore(TrajectoryStore):
             gone = "SELECT key FROM episodes WHERE closed_version <= ?"
             db.execute(f"DELETE FROM contents WHERE key IN ({gone})", (cut,))
             removed = db.execute("DELETE FROM episodes WHERE closed_version <= ?", (cut,)).rowcount
+            reach("store.retention")
             db.execute("DELETE FROM events WHERE version < ? AND kind != 'start'", (cut,))
         with self._guarded():
             # A script is stepped to its end; one `execute` would free a single page.

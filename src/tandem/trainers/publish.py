@@ -6,6 +6,7 @@ import logging
 
 from tandem.config import InferenceConfig
 from tandem.errors import WeightSyncError
+from tandem.observe.moments import reach
 from tandem.rollout import InferenceEngine
 from tandem.train import TrainEngine
 from tandem.types import TransportKind, WeightUpdateMeta
@@ -49,7 +50,9 @@ def publish_weights(
     for attempt in range(1, ATTEMPTS + 1):
         try:
             future = inference.update_weights(meta)
+            reach("publish.begun")
             train.upload_weights(meta)
+            reach("publish.sent")
             future.result(timeout=config.update_timeout_s + SLACK_S)
             break
         except WeightSyncError as error:
