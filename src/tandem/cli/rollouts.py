@@ -17,6 +17,19 @@ from tandem.errors import ConfigError, DataError
 from tandem.store import STORE_FILE, Content, Query, SqliteStore, StoredEpisode
 from tandem.types import EPISODE_STRIDE, EpisodeState
 
+COLUMNS = (
+    "episode",
+    "attempt",
+    "state",
+    "step",
+    "versions",
+    "reward",
+    "rows",
+    "tokens",
+    "seconds",
+    "reason",
+)
+
 
 class Action(StrEnum):
     """What to do with the attempts that are found."""
@@ -110,21 +123,21 @@ def _list(console: Console, store: SqliteStore, query: Query) -> None:
     if not found:
         return
     table = Table(box=None, pad_edge=False)
-    right = {"attempt", "step", "versions", "reward", "rows", "tokens", "seconds"}
-    for name in ("episode", "attempt", "state", *sorted(right - {"attempt"}), "reason"):
-        table.add_column(name, justify="right" if name in right else "left", no_wrap=True)
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name in ("state", "reason") else "right")
     for item in found:
-        values = {
-            "reward": _or_dash(item.reward),
-            "rows": str(item.num_rows),
-            "seconds": f"{item.running_s:.2f}",
-            "step": _or_dash(item.step),
-            "tokens": str(item.num_tokens),
-            "versions": _versions(item),
-        }
-        reason = Text((item.reason or "").splitlines()[0] if item.reason else "")
-        numbers = [values[name] for name in sorted(values)]
-        table.add_row(_name(item), str(item.attempt), item.state.value, *numbers, reason)
+        table.add_row(
+            _name(item),
+            str(item.attempt),
+            item.state.value,
+            _or_dash(item.step),
+            _versions(item),
+            _or_dash(item.reward),
+            str(item.num_rows),
+            str(item.num_tokens),
+            f"{item.running_s:.2f}",
+            Text((item.reason or "").partition("\n")[0]),
+        )
     console.print(table)
 
 

@@ -33,7 +33,8 @@ def status(
     for name, value in (summary or {}).items():
         if isinstance(value, int | float | str):
             console.print(Text(f"  {name}: {value}"))
-    _print_now(console, run_dir)
+    if not summary:
+        _print_now(console, run_dir)
     checkpoints = sorted(
         (path.name for path in (run_dir / "checkpoints").glob("step_*") if path.name[5:].isdigit()),
         key=lambda name: int(name[5:]),

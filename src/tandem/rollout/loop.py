@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
@@ -151,10 +150,13 @@ class EpisodeLoop:
             if run.task is not None:
                 self.call_soon(run.task.cancel)
 
-    def frames(self, limit: int = 20) -> list[tuple[str, FrameType]]:
-        """Where the running attempts stand, by name: the innermost frame of each."""
-        stacks = [(run.name, run.task.get_stack(limit=1)) for run in list(self.active) if run.task]
-        return [(name, stack[-1]) for name, stack in stacks[:limit] if stack]
+    def stacks(self, limit: int = 20) -> list[tuple[str, list[str]]]:
+        """Where the running attempts stand, by name: outermost call first, down to what is awaited.
+
+        May be called from any thread without the lock: it is for when things hang.
+        """
+        tasks = [(run.name, run.task) for run in list(self.active) if run.task is not None]
+        return [(name, _awaits(task.get_coro())) for name, task in tasks[:limit]]
 
     def note_span(self, span: dict[str, Any]) -> None:
         """Keep what the current attempt did from ``started_at`` (monotonic) on."""
@@ -273,6 +275,18 @@ class EpisodeLoop:
             with self.lock:
                 reported(run)
                 self.lock.notify_all()
+
+
+def _awaits(coroutine: Any) -> list[str]:
+    """The calls from a coroutine down to what it waits for."""
+    lines = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}')
+        coroutine = coroutine.cr_await
+    if coroutine is not None:
+        lines.append(f"  awaits {coroutine!r}")
+    return lines
 
 
 async def _cancel(runs: Sequence[Run], timeout_s: float) -> None:

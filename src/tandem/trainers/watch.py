@@ -73,6 +73,7 @@ class Watch:
     def _watch(self) -> None:
         seen: Any = None
         moved_at = time.monotonic()
+        is_told = False
         interval = min(INTERVAL_S, self._limit_s / 4)
         while True:
             is_over = self._ended.wait(interval)
@@ -84,9 +85,9 @@ class Watch:
             self._write(status)
             if is_over:
                 return
-            if now - moved_at > self._limit_s:
+            if now - moved_at > self._limit_s and not is_told:
+                is_told = True
                 self._end(now - moved_at)
-                return
 
     def _look(self) -> tuple[dict[str, Any], Any]:
         """The status, and what changes as long as anything moves."""
@@ -139,8 +140,6 @@ class Watch:
             if ident != threading.get_ident():
                 stack = "".join(traceback.format_stack(frame))
                 parts.append(f"thread {names.get(ident, ident)}:\n{stack}")
-        parts += [
-            f"{name}:\n{''.join(traceback.format_stack(frame))}"
-            for name, frame in self._rollout.executor.loop.frames()
-        ]
+        for name, lines in self._rollout.executor.loop.stacks():
+            parts.append("\n".join([f"{name}:", *lines, ""]))
         return "\n".join(parts).rstrip()
