@@ -13,11 +13,13 @@ import typer
 from tandem import __version__
 from tandem.cli import (
     doctor,
+    dpo,
     evaluate,
     generate,
     model,
     quickstart,
     replay,
+    reward,
     rl,
     rollouts,
     sft,
@@ -36,6 +38,8 @@ app = typer.Typer(
 
 app.command("quickstart")(quickstart.quickstart)
 app.command("sft")(sft.sft)
+app.command("dpo")(dpo.dpo)
+app.command("reward")(reward.reward)
 app.command("rl")(rl.rl)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)

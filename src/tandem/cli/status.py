@@ -15,7 +15,7 @@ from tandem.observe import read_metrics, read_summary, text_plot
 from tandem.observe.status import is_alive, read_status
 from tandem.rollout.snapshot import RolloutSnapshot
 
-CURVES = ("reward/mean", "sft/loss")
+CURVES = ("reward/mean", "sft/loss", "dpo/loss", "reward_model/loss")
 """The first one that the run has is drawn."""
 STILL_S = 10.0
 """A standstill that is worth a line."""
