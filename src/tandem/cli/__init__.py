@@ -11,7 +11,7 @@ import sys
 import typer
 
 from tandem import __version__
-from tandem.cli import doctor, evaluate, generate, model, quickstart, rl, sft, status
+from tandem.cli import conformance, doctor, evaluate, generate, model, quickstart, rl, sft, status
 from tandem.cli.failures import report_failures
 
 app = typer.Typer(
@@ -30,6 +30,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.add_typer(model.app, name="model")
 app.command("status")(status.status)
+app.command("conformance")(conformance.conformance)
 app.command("doctor")(doctor.doctor)
 
 
