@@ -144,6 +144,10 @@ class Bench:
         """The same without weights."""
         return self.kept("rows", lambda: self.complete(batches.make_batch()))
 
+    def start(self) -> Tensors:
+        """The trainable parameters before any training."""
+        return {name: p.detach().clone() for name, p in self.plain().parameters().items()}
+
     def complete(self, batch: TensorDict) -> TensorDict:
         with torch.no_grad():
             outputs = self.plain().outputs(batch)
@@ -273,3 +277,18 @@ def weight_part(name: str, found: Tensors, expected: Tensors, tolerance: float) 
     misses = {key: largest(found[key], expected[key]) for key in expected}
     worst = max(misses, key=lambda key: misses[key])
     return Part(f"{name}, {worst}", misses[worst], tolerance)
+
+
+def movement_part(
+    name: str, found: Tensors, expected: Tensors, start: Tensors, tolerance: float
+) -> Part:
+    """Norm of the difference over the norm of the way from ``start``, all tensors together."""
+    if differing := sorted(found.keys() ^ expected.keys()):
+        return Part(f"{name}, {differing[0]} on one side only", float("inf"), tolerance)
+    way = _distance(expected, start)
+    return Part(name, _distance(found, expected) / way if way else float("inf"), tolerance)
+
+
+def _distance(left: Tensors, right: Tensors) -> float:
+    parts = [(left[key].double() - right[key].double()).norm() for key in right]
+    return float(torch.stack(parts).norm().nan_to_num(nan=torch.inf))

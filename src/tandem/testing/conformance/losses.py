@@ -1,8 +1,8 @@
 """The losses that the kit trains with, each in the two forms that are compared.
 
 ``loss_fn`` is what an engine is given (a sum with the batch's weights), ``per_token`` what the
-plain loop aggregates by itself. The formulas of a token's loss are ``tandem.algorithms``'; whether they
-are right is the numerics kit's business.
+plain loop aggregates by itself. The formulas of a token's loss are ``tandem.algorithms``'; whether
+they are right is the numerics kit's business.
 """
 
 from __future__ import annotations

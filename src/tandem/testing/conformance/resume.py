@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tandem.testing.conformance.bench import Bench, Tensors, weight_part, weights
+import torch.distributed as dist
+
+from tandem.testing.conformance.bench import Bench, Tensors, movement_part, weight_part, weights
 from tandem.testing.conformance.figure import Figure, count
 from tandem.train import TrainEngine
 from tandem.types import SaveLoadMeta
@@ -60,7 +62,8 @@ def reshard(bench: Bench) -> Figure:
         _whole_steps(bench, oracle, AFTER)
         outwards = weights(oracle)
         bench.barrier()
-    parts = [weight_part("local, from this backend", outwards, expected, tolerance)]
+    start = bench.start()
+    parts = [movement_part("local, from this backend", outwards, expected, start, tolerance)]
     back = bench.scratch / "reshard_in"
     with bench.oracle(**CONFIG) as oracle:
         _whole_steps(bench, oracle, BEFORE)
@@ -78,7 +81,7 @@ def reshard(bench: Bench) -> Figure:
     wrong = [f"{number} instead of {VERSION}" for number in versions if number != VERSION]
     return [
         *parts,
-        weight_part("this backend, from local", inwards, expected, tolerance),
+        movement_part("this backend, from local", inwards, expected, start, tolerance),
         count("version", wrong),
     ]
 
@@ -125,6 +128,4 @@ def _differing(found: list[float], expected: list[float]) -> list[str]:
 
 
 def _is_first(bench: Bench) -> bool:
-    import torch.distributed as dist
-
     return bench.subject.world == 1 or dist.get_rank() == 0

@@ -15,6 +15,7 @@ from tandem.testing.conformance.batches import LENGTHS, make_batch, shard_rows
 from tandem.testing.conformance.bench import (
     Bench,
     Pass,
+    movement_part,
     one_pass,
     weight_part,
     weights,
@@ -169,7 +170,13 @@ def non_finite(bench: Bench) -> Figure:
     return [
         count("what a skipped step says", wrong),
         weight_part("weights after the skip", after, before, 0.0),
-        weight_part("weights after the next", went_on, expected, bench.subject.tolerance.weight),
+        movement_part(
+            "weights after the next",
+            went_on,
+            expected,
+            bench.start(),
+            bench.subject.tolerance.weight,
+        ),
     ]
 
 
