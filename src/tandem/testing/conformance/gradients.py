@@ -97,7 +97,8 @@ def _truth(bench: Bench) -> Truths:
         per_token = case.per_token(outputs, rows)
         loss, scale = (_total(case, term, rows, mode) for term in (per_token, per_token.abs()))
         gradients = model.gradients(loss)
-        found[case.name, mode] = Truth(float(loss), max(1.0, float(scale)), gradients)
+        magnitude = max(1.0, float(scale.detach()))
+        found[case.name, mode] = Truth(float(loss.detach()), magnitude, gradients)
     return found
 
 

@@ -97,8 +97,8 @@ def padding(bench: Bench) -> Figure:
                 is_nested = bool(found.is_nested)
                 wrong = is_nested != (name == "jagged")
                 parts.append(count("layout", [f"{name} in, nested={is_nested} out"] * wrong))
-                flat = found.values() if is_nested else found[variant["attention_mask"]]
-                found, wanted = flat, expected[mask]
+                inside = variant.get("attention_mask", mask)
+                found, wanted = found.values() if is_nested else found[inside], expected[mask]
             parts.append(bench.output_part(f"outputs, {name}", found, wanted))
     return parts
 

@@ -5,6 +5,9 @@ Only transformers and peft are used here, so that nothing under test has a hand 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,8 @@ def write_model(path: Path, model_type: str, *, tied: bool, seed: int = 0) -> Pa
 
 def write_adapter(path: Path, model_path: Path, model_type: str, *, dropout: float) -> Path:
     """A random adapter of rank 4 on every projection, as peft writes it; it changes the outputs."""
-    model = AUTO_CLASSES[model_type].from_pretrained(model_path)
+    with quiet_transformers():
+        model = AUTO_CLASSES[model_type].from_pretrained(model_path)
     config = peft.LoraConfig(
         r=4,
         lora_alpha=8,
@@ -65,7 +69,15 @@ def write_adapter(path: Path, model_path: Path, model_type: str, *, dropout: flo
         target_modules=list(ADAPTED),
         init_lora_weights=False,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet_peft():
         torch.manual_seed(1)
         peft.get_peft_model(model, config).save_pretrained(str(path))
     return path
+
+
+@contextmanager
+def quiet_peft() -> Iterator[None]:
+    """Without the warning about a name in transformers that peft still uses."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        yield

@@ -25,6 +25,7 @@ from tandem.testing.conformance.world import JOB_FILE, STORE_FILE, Job, bench_pa
 
 
 def main(scratch: Path, pipe: IO[str]) -> None:
+    faulthandler.enable()
     job = read_job(scratch)
     torch.set_num_threads(1)
     for module in job.modules:

@@ -15,7 +15,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tandem.models.directories import quiet_transformers
-from tandem.testing.conformance.models import AUTO_CLASSES
+from tandem.testing.conformance.models import AUTO_CLASSES, quiet_peft
 
 Outputs = dict[str, Tensor]
 
@@ -31,7 +31,8 @@ class PlainModel:
         self.model_type = model_type
         self.model: Any = self.base
         if adapter is not None:
-            self.model = peft.PeftModel.from_pretrained(self.base, adapter, is_trainable=True)
+            with quiet_peft():
+                self.model = peft.PeftModel.from_pretrained(self.base, adapter, is_trainable=True)
         self.model.eval()
 
     def parameters(self) -> dict[str, Tensor]:

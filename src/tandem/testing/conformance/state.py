@@ -148,8 +148,9 @@ def metrics(bench: Bench) -> Figure:
 
     def measure(loss: Tensor, metrics: Any, microbatch: TensorDict) -> Any:
         lengths = microbatch["attention_mask"].sum(1).float()
+        warmth = microbatch["temperature"]
         return loss, {
-            "kit/mean": Metric(lengths.mean(), float(len(lengths))),
+            "kit/mean": Metric((lengths * warmth).sum() / lengths.sum(), lengths.sum()),
             "kit/sum": Metric(lengths.sum(), 1.0, "sum"),
             "kit/min": Metric(lengths.min(), 1.0, "min"),
             "kit/max": Metric(lengths.max(), 1.0, "max"),
@@ -165,7 +166,7 @@ def metrics(bench: Bench) -> Figure:
         batch = bench.shard(engine, whole, uneven=True)
         found = engine.train_batch(batch, loss_fn)
     expected = {
-        "kit/mean": float(lengths.mean()),
+        "kit/mean": float((lengths * whole["temperature"][seen]).sum() / lengths.sum()),
         "kit/sum": float(lengths.sum()),
         "kit/min": float(lengths.min()),
         "kit/max": float(lengths.max()),

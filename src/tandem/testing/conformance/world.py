@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -137,28 +138,28 @@ class Ranks:
         """Run one task on all ranks; afterwards they may not be intact."""
         _, check = self.job.tasks[number]
         for process in self._processes:
-            try:
-                assert process.stdin is not None
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # its end is seen below, with what it said
                 process.stdin.write(f"{number}\n".encode())
                 process.stdin.flush()
-            except BrokenPipeError:
-                pass  # its end is seen below, with what it said
         replies = self._collect(self.job.timeout_s)
         found = {rank: Outcome.from_json(reply) for rank, reply in replies.items()}
-        for rank, outcome in found.items():
+        missing = sorted(set(range(self.job.world)) - found.keys())
+        self.is_intact = not missing
+        dead = [rank for rank in missing if self._processes[rank].poll() is not None]
+        # A rank that died comes first: what the others raise then is that it was gone.
+        if dead:
+            return self._lost(check, dead[0])
+        for rank, outcome in found.items():  # in the order in which they came
             if outcome.trace:
-                self.is_intact = len(found) == self.job.world
                 return replace(outcome, detail=f"rank {rank}: {outcome.detail}")
-        if len(found) < self.job.world:
-            self.is_intact = False
-            return self._lost(check, sorted(set(range(self.job.world)) - found.keys()))
+        if missing:
+            return self._lost(check, missing[0])
         return merge(list(found.values()))
 
-    def _lost(self, check: str, missing: list[int]) -> Outcome:
-        dead = [rank for rank in missing if self._processes[rank].poll() is not None]
-        rank = (dead or missing)[0]
+    def _lost(self, check: str, rank: int) -> Outcome:
         detail = f"rank {rank} {self._exit(rank)}"
-        return Outcome.raised(check, detail, self._log(rank) or detail)
+        return Outcome.raised(check, detail, f"{detail}; its last lines:\n{self._log(rank)}")
 
     def _collect(self, timeout_s: float) -> dict[int, dict[str, Any]]:
         """One reply of every rank, or what there is at the deadline or after a failure's grace."""
@@ -175,8 +176,8 @@ class Ranks:
                 if not line:
                     self._selector.unregister(self._pipes[rank])
                     ended.add(rank)
-                    # Its exit code belongs to the report.
-                    self._processes[rank].wait(GRACE_S)
+                    with suppress(subprocess.TimeoutExpired):
+                        self._processes[rank].wait(GRACE_S)  # its exit code is reported
                 else:
                     replies[rank] = json.loads(line)
                 if not line or replies[rank].get("trace"):
@@ -203,7 +204,8 @@ class Ranks:
     def _end(self) -> None:
         for process in self._processes:
             assert process.stdin is not None
-            process.stdin.close()
+            with suppress(BrokenPipeError):
+                process.stdin.close()
         for process in self._processes:
             if not self.is_intact:
                 process.kill()
