@@ -30,6 +30,13 @@ AUTO_CLASSES: dict[str, Any] = {
     "value_model": AutoModelForTokenClassification,
     "reward_model": AutoModelForSequenceClassification,
 }
+TASK_TYPES = {
+    "language_model": "CAUSAL_LM",
+    "value_model": "TOKEN_CLS",
+    "reward_model": "SEQ_CLS",
+}
+"""What peft calls the model types; with a head of one number it trains the head too."""
+
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -63,6 +70,7 @@ def write_adapter(path: Path, model_path: Path, model_type: str, *, dropout: flo
     with quiet_transformers():
         model = AUTO_CLASSES[model_type].from_pretrained(model_path)
     config = peft.LoraConfig(
+        task_type=TASK_TYPES[model_type],
         r=4,
         lora_alpha=8,
         lora_dropout=dropout,

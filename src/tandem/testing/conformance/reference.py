@@ -39,7 +39,7 @@ class PlainModel:
         """Trainable parameters under the names they have without peft's wrapper."""
         prefix = "base_model.model." if self.model is not self.base else ""
         return {
-            name.removeprefix(prefix): parameter
+            name.removeprefix(prefix).replace(".modules_to_save.default", ""): parameter
             for name, parameter in self.model.named_parameters()
             if parameter.requires_grad
         }

@@ -22,9 +22,13 @@ def print_report(report: Report, console: Console | None = None) -> None:
     console = console or Console()
     console.print(Text(f"conformance: {report.subject}", style="bold"))
     console.print(table(report.outcomes))
+    shown: dict[str, str] = {}
     for outcome in report.failed:
-        if outcome.trace:
-            console.print(Text(f"\n{outcome.check}\n{outcome.trace.rstrip()}", style="red"))
+        if not outcome.trace:
+            continue
+        first = shown.setdefault(outcome.detail, outcome.check)
+        text = outcome.trace.rstrip() if first == outcome.check else f"the same as {first}"
+        console.print(Text(f"\n{outcome.check}\n{text}", style="red"))
     console.print(Text(summary(report)))
 
 
