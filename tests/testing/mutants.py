@@ -118,8 +118,9 @@ class ReturnsPaddedForJagged(LocalTrainEngine):
 
 @breaks("losses", "gspo, seq-mean-token-mean")
 class ReportsHalfTheLoss(LocalTrainEngine):
-    def _sum_over_ranks(self, value):
-        return 0.5 * value
+    def _run(self, *args):
+        result = super()._run(*args)
+        return replace(result, loss=0.5 * result.loss)
 
 
 @breaks("gradients", "gradient of lm_head.weight")

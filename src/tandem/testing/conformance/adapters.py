@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import torch
+from tensordict import TensorDict
+from torch import Tensor
 
 from tandem.testing.conformance.batches import take
 from tandem.testing.conformance.bench import Bench, largest
@@ -72,7 +74,9 @@ def _train(bench: Bench, engine: TrainEngine) -> None:
         engine.train_batch(batch, bench.case.loss_fn)
 
 
-def _leaves_after_error(bench, engine, rows, trained) -> float:  # type: ignore[no-untyped-def]
+def _leaves_after_error(
+    bench: Bench, engine: TrainEngine, rows: TensorDict, trained: Tensor
+) -> float:
     for context in (engine.disable_adapter, engine.reference):
         try:
             with context():

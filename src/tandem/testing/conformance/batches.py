@@ -6,6 +6,7 @@ Everything is drawn from seeds, so that all ranks know the whole batch and take 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -28,7 +29,7 @@ def make_batch(lengths: Sequence[int] = LENGTHS, *, seed: int = 0) -> TensorDict
     About two thirds of each row are trained on; the padding token 0 occurs in no row.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, length in enumerate(lengths):
         noise = torch.randn(7, length, generator=generator)
         ids = torch.randint(1, VOCABULARY, (length,), generator=generator)

@@ -229,12 +229,15 @@ def gradients_at_step(engine: TrainEngine) -> tuple[float, Tensors]:
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute of one object replaced for a while."""
+    """A method of one object replaced for a while."""
+    own = vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
         delattr(owner, name)
+        if own is not None:
+            setattr(owner, name, own)
 
 
 def weights(engine: TrainEngine) -> Tensors:

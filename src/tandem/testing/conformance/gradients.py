@@ -74,7 +74,8 @@ def weighted_means(bench: Bench) -> Figure:
         {name: gradient / total for name, gradient in expected.gradients.items()},
     )
     parts: list[Part] = []
-    for config in ({}, {"microbatch_size": 1}):
+    cuts: tuple[dict[str, Any], ...] = ({}, {"microbatch_size": 1})
+    for config in cuts:
         with bench.engine(**config) as engine:
             batch = bench.shard(engine, bench.batch, uneven=True)
             found = one_pass(engine, batch, mean, loss_weight_fn=count_tokens)

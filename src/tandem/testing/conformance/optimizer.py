@@ -61,7 +61,7 @@ def steps(bench: Bench) -> Figure:
     """Weights and gradient norms over steps of AdamW with warm-up, decay and clipping."""
     norms, rates, expected = _plain_steps(bench)
     found_norms, found_rates = [], []
-    config = {
+    config: dict[str, Any] = {
         "lr": LR,
         "betas": BETAS,
         "eps": EPS,

@@ -60,7 +60,7 @@ def _join(job: Job, scratch: Path) -> None:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         backend = "cpu:gloo,cuda:nccl"
-    store = dist.FileStore(str(scratch / STORE_FILE), job.world)
+    store = dist.FileStore(str(scratch / STORE_FILE), job.world)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=job.world)
 
 

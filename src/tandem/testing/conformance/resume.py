@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -12,7 +13,7 @@ from tandem.train import TrainEngine
 from tandem.types import SaveLoadMeta
 
 BEFORE, AFTER = 2, 2
-CONFIG = {"lr": 2e-3, "schedule": "linear", "warmup_steps": 1, "max_grad_norm": 0.3}
+CONFIG: dict[str, Any] = {"lr": 2e-3, "schedule": "linear", "warmup_steps": 1, "max_grad_norm": 0.3}
 VERSION = 7
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,8 @@ from tandem.testing.conformance.subject import OUTPUT, TOLERANCES, Subject
 from tandem.testing.conformance.table import CHECKS
 from tandem.testing.conformance.world import Job, run_ranks
 from tandem.train.registry import EngineRegistry, detect_device
+
+AXES = ("tensor", "sequence", "replicate")
 
 OnOutcome = Callable[[Outcome], None]
 
@@ -114,6 +117,11 @@ def make_subject(
         raise ConfigError(f"world: got {world}, allowed: an integer >= 1")
     found = device or detect_device()
     validate(TrainConfig, {"backend": backend, "device": found, "dtype": dtype, **(train or {})})
+    parallel = (train or {}).get("parallel", {})
+    degrees = {axis: parallel.get(axis, 1) for axis in AXES}
+    if world % math.prod(degrees.values()):
+        named = ", ".join(f"{axis} {degree}" for axis, degree in degrees.items())
+        raise ConfigError(f"world: got {world}, allowed: a multiple of its axes ({named})")
     return Subject(backend, model_type, world, lora, dtype, found, dict(train or {}))  # type: ignore[arg-type]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -92,14 +92,9 @@ def batch_untouched(bench: Bench) -> Figure:
         for layout, batch in (("padded", padded), ("jagged", jagged(padded))):
             tensors = dict(batch.items())
             copies = {name: _flat(tensor).clone() for name, tensor in tensors.items()}
-            calls: dict[str, Callable[[], Any]] = {
-                "forward": lambda b=batch: engine.forward(b),  # type: ignore[misc]
-                "infer_batch": lambda b=batch: engine.infer_batch(b),  # type: ignore[misc]
-                "eval_batch": lambda b=batch: engine.eval_batch(b, bench.case.loss_fn),  # type: ignore[misc]
-                "train_batch": lambda b=batch: engine.train_batch(b, bench.case.loss_fn),  # type: ignore[misc]
-            }
-            for call, run in calls.items():
-                run()
+            for call in ("forward", "infer_batch", "eval_batch", "train_batch"):
+                losses = (bench.case.loss_fn,) if call in ("eval_batch", "train_batch") else ()
+                getattr(engine, call)(batch, *losses)
                 wrong += [f"{call}, {layout}: {what}" for what in _changes(batch, tensors, copies)]
     return [count("changes of the caller's batch", wrong)]
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from tandem.testing.conformance.batches import take
 from tandem.testing.conformance.bench import Bench, largest
-from tandem.testing.conformance.figure import Figure, NotApplicable, Part, count
-from tandem.testing.conformance.reference import PlainModel
+from tandem.testing.conformance.figure import Figure, Part, count
 
 
 def logprobs(bench: Bench) -> Figure:
@@ -54,7 +53,8 @@ def hook(bench: Bench) -> Figure:
     expected[before_last < 0] = 0.0
     # Rounding of logits grows with their size, that of log-probabilities does not.
     scale = max(1.0, float(expected.abs().max()))
-    return [Part("logits of last tokens", largest(found, expected) / scale, _tolerance(bench))]
+    tolerance = bench.subject.tolerance.output
+    return [Part("logits of last tokens", largest(found, expected) / scale, tolerance)]
 
 
 def scoring_calls(bench: Bench) -> Figure:
@@ -123,19 +123,8 @@ def no_dropout(bench: Bench) -> Figure:
 
 def _against_plain(bench: Bench, name: str) -> Figure:
     with torch.no_grad():
-        truth = _truth(bench.plain(), bench, name)
+        truth = bench.plain().outputs(bench.rows)[name]
     with bench.engine() as engine:
         mine = bench.shard_rows(engine, bench.rows)
         found = engine.forward(take(bench.rows, mine))[name]
     return [bench.output_part(name, found, truth[torch.tensor(mine)])]
-
-
-def _truth(model: PlainModel, bench: Bench, name: str) -> Tensor:
-    outputs = model.outputs(bench.rows)
-    if name not in outputs:
-        raise NotApplicable(f"a {bench.subject.model_type} has no {name}")
-    return outputs[name]
-
-
-def _tolerance(bench: Bench) -> float:
-    return bench.subject.tolerance.output

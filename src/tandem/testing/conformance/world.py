@@ -89,7 +89,7 @@ def run_ranks(
         if len(outcomes) == len(job.tasks):
             return outcomes
     for _, check in job.tasks[len(outcomes) :]:
-        report(Outcome.raised(check, f"not run: the ranks were lost {MAX_STARTS} times", "lost"))
+        report(Outcome.raised(check, f"not run: the ranks were lost {MAX_STARTS} times", ""))
     return outcomes
 
 
@@ -128,6 +128,7 @@ class Ranks:
         """Wait until every rank has imported its modules and joined the group."""
         replies = self._collect(START_TIMEOUT_S)
         if len(replies) < self.job.world:
+            self.is_intact = False
             missing = sorted(set(range(self.job.world)) - replies.keys())
             raise EngineError(
                 f"rank {missing[0]} of {self.job.world} did not start "
