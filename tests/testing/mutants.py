@@ -16,6 +16,7 @@ import torch
 
 from tandem.data.batch import to_padded
 from tandem.train import EngineRegistry, LocalTrainEngine, step
+from tandem.train.local import LocalRewardEngine, LocalValueEngine
 from tandem.train.optim import set_learning_rate
 from tandem.types import SaveLoadMeta
 
@@ -35,11 +36,13 @@ Decorator = Callable[[type[LocalTrainEngine]], type[LocalTrainEngine]]
 
 
 def breaks(check: str, figure: str = "", **options: Any) -> Decorator:
-    """Registers a broken engine under its own name, for every model type that it is broken for."""
+    """Registers a broken engine under its own name."""
 
     def register(engine: type[LocalTrainEngine]) -> type[LocalTrainEngine]:
-        EngineRegistry.register("language_model", engine.__name__, "cpu")(engine)
-        MUTANTS[engine.__name__] = Mutant(engine, check, figure, options)
+        EngineRegistry.register(engine.model_type, engine.__name__, "cpu")(engine)
+        MUTANTS[engine.__name__] = Mutant(
+            engine, check, figure, {"model_type": engine.model_type, **options}
+        )
         return engine
 
     return register
@@ -66,6 +69,35 @@ class NegatesEntropy(LocalTrainEngine):
     def _score(self, *args, **kwargs):
         found = super()._score(*args, **kwargs)
         return {name: -v if name == "entropy" else v for name, v in found.items()}
+
+
+@breaks("values", "values")
+class PutsValuesAtTheTokenBefore(LocalValueEngine):
+    def _score(self, *args, **kwargs):
+        found = super()._score(*args, **kwargs)
+        return {n: v.roll(-1, dims=1) if n == "values" else v for n, v in found.items()}
+
+
+@breaks("values", "bootstrap_values")
+class BootstrapsFromTheLastButOne(LocalValueEngine):
+    def _score(self, packed, temperature_B, names):
+        found = super()._score(packed, temperature_B, {*names, "values"})
+        if "bootstrap_values" in names:
+            width = found["values"].shape[1]
+            found["bootstrap_values"] = found["values"][:, width - 1]
+        return {name: found[name] for name in names}
+
+
+@breaks("scores", "scores")
+class ScoresTheTokenBeforeTheLast(LocalRewardEngine):
+    def _score(self, packed, temperature_B, names):
+        original = type(packed).last_of_rows
+
+        def shifted(rows, values_N):
+            return original(rows, values_N.roll(1))
+
+        with mock.patch.object(type(packed), "last_of_rows", shifted):
+            return super()._score(packed, temperature_B, names)
 
 
 @breaks("logits of a hook", "logits")

@@ -25,6 +25,13 @@ WITHOUT_RANKS = {
 }
 """What one rank cannot show."""
 
+OF_LANGUAGE = {"log-probabilities", "entropy", "logits of a hook", "tied weights"}
+OF_OTHER_TYPES = {
+    "language_model": {"values", "scores"},
+    "value_model": OF_LANGUAGE | {"scores"},
+    "reward_model": OF_LANGUAGE | {"values"},
+}
+
 
 def verdicts(report):
     return {outcome.check: outcome.verdict for outcome in report.outcomes}
@@ -41,19 +48,22 @@ def test_the_local_engine_conforms():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{"lora": True}, {"dtype": "bfloat16"}], ids=str)
-def test_the_local_engine_conforms_with(options):
-    report = run("local", device="cpu", **options)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("model_type", ["language_model", "value_model", "reward_model"])
+def test_the_local_engine_conforms_with(model_type, lora, dtype):
+    report = run("local", device="cpu", model_type=model_type, lora=lora, dtype=dtype)
     assert report.failed == []
     skipped = {outcome.check for outcome in report.outcomes if outcome.verdict != "pass"}
-    assert skipped >= WITHOUT_RANKS
-    if options.get("lora"):
-        assert skipped == WITHOUT_RANKS | {"values", "scores", "capabilities"}
+    assert skipped == WITHOUT_RANKS | OF_OTHER_TYPES[model_type] | {"capabilities"} | (
+        set() if lora else {"reference policy", "frozen base"}
+    )
 
 
-def test_adapters_conform_where_they_differ():
+@pytest.mark.parametrize("model_type", ["language_model", "value_model", "reward_model"])
+def test_adapters_conform_where_they_differ(model_type):
     names = ["gradients", "reference policy", "frozen base", "exported weights"]
-    report = run("local", device="cpu", lora=True, checks=names)
+    report = run("local", device="cpu", model_type=model_type, lora=True, checks=names)
     assert set(verdicts(report).values()) == {"pass"}
 
 

@@ -56,7 +56,12 @@ class PlainModel:
         if self.model_type == "reward_model":
             return {"scores": self._run(batch).float()[:, 0]}
         if self.model_type == "value_model":
-            return {"values": _shifted(self._run(batch).float()[..., 0], mask)}
+            values = self._run(batch).float()[..., 0]
+            last = (mask.sum(1) - 1).clamp(min=0)
+            return {
+                "values": _shifted(values, mask),
+                "bootstrap_values": values.gather(1, last[:, None])[:, 0],
+            }
         log_p = self.logits(batch).log_softmax(-1)
         chosen = log_p[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
         entropy = -(log_p.exp() * log_p).sum(-1)

@@ -24,9 +24,9 @@ def entropy(bench: Bench) -> Figure:
 
 
 def values(bench: Bench) -> Figure:
-    """Value of the state before every token."""
+    """Value of the state before every token, and of the state after the last one."""
     bench.needs_type("value_model", "values")
-    return _against_plain(bench, "values")
+    return [*_against_plain(bench, "values"), *_against_plain(bench, "bootstrap_values")]
 
 
 def scores(bench: Bench) -> Figure:
