@@ -12,6 +12,7 @@ import typer
 
 from tandem import __version__
 from tandem.cli import (
+    conformance,
     doctor,
     dpo,
     evaluate,
@@ -22,6 +23,8 @@ from tandem.cli import (
     reward,
     rl,
     rollouts,
+    reward,
+    rl,
     sft,
     status,
 )
@@ -47,6 +50,7 @@ app.add_typer(model.app, name="model")
 app.command("rollouts")(rollouts.rollouts)
 app.command("replay")(replay.replay)
 app.command("status")(status.status)
+app.command("conformance")(conformance.conformance)
 app.command("doctor")(doctor.doctor)
 
 
