@@ -23,8 +23,6 @@ from tandem.cli import (
     reward,
     rl,
     rollouts,
-    reward,
-    rl,
     sft,
     status,
 )

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tandem.config.urls import check_scheme
 from tandem.types import GenerationConfig
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -270,8 +271,21 @@ class CheckpointConfig(Section):
         "have checkpoint_every",
     )
     keep: PositiveInt | None = 2
-    upload_url: str | None = None
+    background: bool = Field(
+        False,
+        description="training goes on while a checkpoint is written; costs a second copy of model "
+        "and optimizer in memory, and the newest checkpoint may not be on disk yet when a run is "
+        "killed",
+    )
+    upload_url: str | None = Field(None, description="any fsspec URL; gets a copy of each")
     export_model: bool = True
+
+    @field_validator("upload_url")
+    @classmethod
+    def _known_store(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_scheme(value)
+        return value
 
 
 class StoreConfig(Section):

@@ -74,8 +74,12 @@ class TrainEngine(ABC):
         model_path: str,
         lora: LoraConfig | None = None,
         seed: int = 0,
+        tokenizer_path: str | None = None,
     ) -> None:
         """Check that this backend can do what is asked; nothing is loaded yet.
+
+        ``tokenizer_path`` is where the tokenizer lies whose digest checkpoints carry, unless it is
+        the one beside the model.
 
         Raises:
             CapabilityError: it cannot.
@@ -88,6 +92,7 @@ class TrainEngine(ABC):
                 f"it has {', '.join(sorted(self.capabilities))}"
             )
         self.config, self.lora, self.seed, self.model_path = config, lora, seed, model_path
+        self.tokenizer_path = tokenizer_path
         self.mode: str | None = None
         self.skipped_steps = 0
         self._skipped_in_row = 0
@@ -463,9 +468,13 @@ class TrainEngine(ABC):
     ) -> None:
         """Write the full training state.
 
-        Inside a run's staging only the files are written to ``local_path``. Called alone,
-        ``local_path`` is a run directory that gets ``checkpoints/step_N`` as one atomic whole;
-        ``hdfs_path`` is an fsspec URL for a copy.
+        Inside a run's staging only the files are written to ``local_path``; copies and retention
+        are the staging's then. Called alone, ``local_path`` is a run directory that gets
+        ``checkpoints/step_N`` as one atomic whole; ``hdfs_path`` is an fsspec URL for a copy.
+
+        Raises:
+            ConfigError: ``hdfs_path`` or ``max_ckpt_to_keep`` inside a staging.
+            CheckpointError: it cannot be written.
         """
         with self._placement.resident("model", "optimizer"):
             save_checkpoint(self, Path(local_path), hdfs_path, global_step, max_ckpt_to_keep)
@@ -479,7 +488,8 @@ class TrainEngine(ABC):
         ``local_path`` first; ``del_local_after_load`` deletes only such a download.
 
         Raises:
-            CheckpointError: nothing there, damaged, or of another model.
+            CheckpointError: nothing there, damaged, or of another model, adapter or tokenizer: the
+                message lists all that differs, and nothing was changed.
         """
         with self._placement.resident("model", "optimizer"):
             load_checkpoint(self, Path(local_path), hdfs_path, del_local_after_load)
@@ -564,8 +574,8 @@ class TrainEngine(ABC):
     def trainable_tensors(self) -> dict[str, Tensor]:
         """What training changes: parameters and, without an adapter, persistent buffers."""
         if self.lora is not None:
-            return {name: p.detach() for name, p in self.parameters().items()}
-        return dict(self.model.state_dict())
+            return dict(self.parameters())
+        return dict(self.model.state_dict(keep_vars=True))
 
     def counters(self) -> dict[str, Any]:
         return {

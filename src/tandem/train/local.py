@@ -16,6 +16,7 @@ from tandem.train.forward import check_exactness, check_head
 from tandem.train.lora import inject_adapter
 from tandem.train.offload import own_storage
 from tandem.train.optim import build_optimizer, gradients, scale_gradients, squared_norm
+from tandem.train.registry import check_device
 from tandem.types import Scheduling
 
 
@@ -80,8 +81,7 @@ class LocalTrainEngine(TrainEngine):
         device = self.device
         if device.type not in ("cpu", "cuda"):
             raise CapabilityError(f"train.device: got {device.type!r}, allowed: cpu, cuda")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("train.device: got 'cuda', but there is no CUDA device")
+        check_device(self.config.device)
         is_half = self.config.dtype == "bfloat16" and self.lora is not None
         dtype = torch.bfloat16 if is_half else torch.float32
         model: Any = load_model(

@@ -123,6 +123,31 @@ def export_optimizer(
     }
 
 
+def optimizer_problems(
+    parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
+) -> list[str]:
+    """Why a state is not one that ``export_optimizer`` made of these parameters."""
+    problems = []
+    kinds: dict[str, set[str]] = {}
+    for key, tensor in tensors.items():
+        kind, _, name = key.partition(".")
+        kinds.setdefault(name, set()).add(kind)
+        if name not in parameters:
+            problems.append(f"optimizer state {key!r}: no such parameter in this model")
+        elif tensor.ndim and tensor.shape != parameters[name].shape:
+            problems.append(
+                f"optimizer state {key!r}: shape {list(tensor.shape)}, expected "
+                f"{list(parameters[name].shape)}"
+            )
+    expected = set().union(*kinds.values())
+    problems += [
+        f"optimizer state '{kind}.{name}': missing"
+        for name, found in sorted(kinds.items())
+        for kind in sorted(expected - found)
+    ]
+    return problems
+
+
 def import_optimizer(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
@@ -133,18 +158,12 @@ def import_optimizer(
     Raises:
         CheckpointError: state of unknown parameters, or of another shape.
     """
+    if problems := optimizer_problems(parameters, tensors):
+        raise CheckpointError("; ".join(problems))
     found: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         kind, _, name = key.partition(".")
-        if name not in parameters:
-            raise CheckpointError(f"optimizer state {key!r}: no such parameter in this model")
-        parameter = parameters[name]
-        if tensor.ndim and tensor.shape != parameter.shape:
-            raise CheckpointError(
-                f"optimizer state {key!r}: shape {tuple(tensor.shape)}, expected "
-                f"{tuple(parameter.shape)}"
-            )
-        found.setdefault(name, {})[kind] = tensor.to(parameter.device, copy=True)
+        found.setdefault(name, {})[kind] = tensor.to(parameters[name].device, copy=True)
     optimizer.state.clear()
     for name, state in found.items():
         optimizer.state[parameters[name]] = state

@@ -5,13 +5,11 @@ Atomicity, manifests and retention are ``tandem.checkpoint``'s.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,15 +25,21 @@ from tandem.checkpoint import (
     write_tensors,
 )
 from tandem.checkpoint.directory import STAGING_PREFIX
-from tandem.errors import CheckpointError
-from tandem.train.optim import export_optimizer, import_optimizer
+from tandem.errors import CheckpointError, ConfigError
+from tandem.train.identity import (
+    describe,
+    has_same_train_config,
+    identity_problems,
+    tensor_problems,
+)
+from tandem.train.optim import export_optimizer, import_optimizer, optimizer_problems
 
 if TYPE_CHECKING:
     from tandem.train.engine import TrainEngine
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MODEL, OPTIMIZER, RNG, STATE = (
     "model.safetensors",
     "optimizer.safetensors",
@@ -67,25 +71,35 @@ def write_training_state(engine: TrainEngine, path: Path) -> None:
             "format": FORMAT,
             "counters": engine.counters(),
             "rng": rng_state,
-            "config_hash": config_hash(engine),
+            "identity": describe(engine),
         },
     )
 
 
 def read_training_state(engine: TrainEngine, path: Path) -> None:
-    """The inverse of ``write_training_state``; everything is read before anything is changed.
+    """The inverse of ``write_training_state``; all is read and checked before anything is changed.
 
     Raises:
-        CheckpointError: a file is missing, damaged, of another format, or of another model.
+        CheckpointError: a file is missing, damaged or of another format, or the state is of another
+            engine; everything that differs is listed.
     """
     state = read_state(path / STATE)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path / STATE}: format {state.get('format')!r}, allowed: {FORMAT}")
-    if state["config_hash"] != config_hash(engine):
-        log.warning("%s was written under another train configuration; going on", path)
     rng_tensors, optimizer = read_tensors(path / RNG), read_tensors(path / OPTIMIZER)
     own, found = engine.trainable_tensors(), read_tensors(path / MODEL)
-    _check_same(path / MODEL, own, found)
+    problems = [
+        *identity_problems(engine, state["identity"]),
+        *tensor_problems(own, found),
+        *optimizer_problems(engine.parameters(), optimizer),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{path} is a checkpoint of something else: {'; '.join(problems)}. Nothing was "
+            "changed; load it with the model, adapter and tokenizer that it was written with"
+        )
+    if not has_same_train_config(engine, state["identity"]):
+        log.warning("%s was written under another train configuration; going on", path)
     for name, tensor in own.items():
         engine._copy_full(tensor, found[name])
     import_optimizer(engine.optimizer, engine.parameters(), optimizer)
@@ -98,6 +112,11 @@ def save_checkpoint(
 ) -> None:
     """Files only inside a run's staging, else a whole checkpoint of its own."""
     if is_inside_staging(path):
+        if url is not None or keep is not None:
+            raise ConfigError(
+                f"hdfs_path, max_ckpt_to_keep: got {url!r}, {keep!r}, allowed inside a staging: "
+                "None; the whole checkpoint is kept and copied by staging(keep=, upload_url=)"
+            )
         write_training_state(engine, path)
         return
     with staging(path, step, keep=keep, upload_url=url) as target:
@@ -124,34 +143,5 @@ def load_checkpoint(
     read_training_state(engine, path)
 
 
-def config_hash(engine: TrainEngine) -> str:
-    """Digest of the train, adapter and model configuration."""
-    parts: list[Any] = [
-        engine.config.model_dump(mode="json"),
-        None if engine.lora is None else engine.lora.model_dump(mode="json"),
-        engine.model.config.to_dict(),
-    ]
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def _full(engine: TrainEngine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: engine._full_tensor(tensor) for name, tensor in tensors.items()}
-
-
-def _check_same(file: Path, own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    problems = [f"{name} is missing" for name in sorted(own.keys() - found.keys())]
-    problems += [f"{name} is unexpected" for name in sorted(found.keys() - own.keys())]
-    problems += [
-        f"{name} is {found[name].dtype} {list(found[name].shape)}, expected {own[name].dtype} "
-        f"{list(own[name].shape)}"
-        for name in sorted(own.keys() & found.keys())
-        if own[name].shape != found[name].shape or own[name].dtype != found[name].dtype
-    ]
-    first: dict[int, str] = {}
-    for name in own.keys() & found.keys():
-        twin = first.setdefault(own[name].data_ptr(), name)
-        if own[name].numel() and found[name] is not found[twin]:
-            problems.append(f"{name} and {twin} are tied in this model but not in the file")
-    if problems:
-        raise CheckpointError(f"{file} is not of this model: {'; '.join(problems)}")

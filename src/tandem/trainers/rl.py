@@ -311,7 +311,11 @@ class RLSession:
         config = self.config.checkpoint
         self.watch.phase("checkpoint")
         with staging(
-            self.run.dir, self.state.step, keep=config.keep, upload_url=config.upload_url
+            self.run.dir,
+            self.state.step,
+            keep=config.keep,
+            upload_url=config.upload_url,
+            background=self.run.writer,
         ) as target:
             self.train_engine.save_checkpoint(
                 str(target.path / "policy"), global_step=self.state.step
@@ -366,6 +370,7 @@ class RLSession:
             "mismatch_max": state.mismatch_max,
             "model_dir": str(model_dir) if model_dir else None,
         }
+        self.run.wait_for_checkpoint()
         write_summary(self.run.dir, summary)
         self._show(summary, model_dir)
         return summary
@@ -447,6 +452,7 @@ def open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
         model_path=model_path,
         lora=config.model.lora,
         seed=config.run.seed,
+        tokenizer_path=config.model.tokenizer_path,
     )
     steps = config.steps * config.algorithm.epochs * config.algorithm.minibatches
     batch_size = config.rollout.batch_size
