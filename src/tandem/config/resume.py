@@ -36,6 +36,8 @@ RESUMABLE_CHANGES: tuple[str, ...] = (
     "inference.threads",
     "inference.*_timeout_s",
     "rollout.*_timeout_s",
+    "rollout.reward.max_concurrent",
+    "rollout.reward.workers",
     "rollout.max_failures_in_row",
     "rollout.max_rejected_in_row",
 )

@@ -418,7 +418,8 @@ def has_signal(rows: TensorDict) -> bool:
 
 
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
-    """``config`` with ``max_prompt_tokens`` set to what context and micro-batch leave room for."""
+    """``config`` with ``max_prompt_tokens`` and ``generation.max_tokens`` set to what context and
+    micro-batch leave room for: no row of any workflow is longer."""
     generation = config.rollout.generation
     context = min(
         context_length(model_path),
@@ -440,7 +441,8 @@ def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
             f"completion must fit train.max_tokens_per_microbatch ({cap}) and the context "
             f"({context})"
         )
-    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
+    bounded = generation.new(max_tokens=min(context, cap))
+    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit, "generation": bounded})
     return config.model_copy(update={"rollout": rollout})
 
 
