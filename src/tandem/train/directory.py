@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.models.directories import new_directory
-from tandem.models.loading import load_causal_lm
+from tandem.models.heads import load_model, pad_apart_from_end
 from tandem.train import lora as adapters
 from tandem.train.export import full_tensors, is_tied
 from tandem.train.state import holds_state, read_training_state, write_training_state
@@ -89,6 +89,7 @@ def _write_model(model: Any, target: Path, tensors: Iterator[tuple[str, Tensor]]
     config.tie_word_embeddings = is_tied(model)
     config.architectures = [type(model).__name__]
     config.dtype = str(floating).removeprefix("torch.")
+    pad_apart_from_end(model, config)
     config.save_pretrained(target)
     if model.can_generate():
         model.generation_config.save_pretrained(target)
@@ -106,7 +107,8 @@ def _write_tokenizer(meta: SaveLoadMeta, target: Path, *, source: str) -> None:
 
 
 def _load_weights(engine: TrainEngine, path: str) -> None:
-    source = load_causal_lm(path, dtype=torch.float32, device="cpu").state_dict()
+    model = load_model(engine.model_type, path, dtype=torch.float32, device="cpu")
+    source = model.state_dict()
     own = engine.model.state_dict()
     problems = [f"{name} is missing" for name in sorted(own.keys() - source.keys())]
     problems += [

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tandem.errors import CapabilityError, ConfigError
-from tandem.models.loading import load_causal_lm
+from tandem.models.heads import load_model
 from tandem.train.engine import TrainEngine
-from tandem.train.forward import check_exactness, find_head
+from tandem.train.forward import check_exactness, check_head
 from tandem.train.lora import inject_adapter
 from tandem.train.offload import own_storage
 from tandem.train.optim import build_optimizer, gradients, scale_gradients, squared_norm
@@ -20,7 +20,7 @@ from tandem.types import Scheduling
 
 
 class LocalTrainEngine(TrainEngine):
-    """Trains a Hugging Face causal language model on one device.
+    """Trains a Hugging Face model on one device.
 
     Trainable parameters, gradients and optimizer state are fp32; ``dtype=bfloat16`` computes under
     autocast. A frozen base under an adapter is held in the compute dtype. Dropout of the model's
@@ -29,7 +29,15 @@ class LocalTrainEngine(TrainEngine):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"bfloat16", "gradient_checkpointing", "language_model", "lora", "offload"}
+        {
+            "bfloat16",
+            "gradient_checkpointing",
+            "language_model",
+            "lora",
+            "offload",
+            "reward_model",
+            "value_model",
+        }
     )
 
     @property
@@ -76,15 +84,17 @@ class LocalTrainEngine(TrainEngine):
             raise ConfigError("train.device: got 'cuda', but there is no CUDA device")
         is_half = self.config.dtype == "bfloat16" and self.lora is not None
         dtype = torch.bfloat16 if is_half else torch.float32
-        model: Any = load_causal_lm(self.model_path, dtype=dtype, device=device)
+        model: Any = load_model(
+            self.model_type, self.model_path, dtype=dtype, device=device, seed=self.seed
+        )
         own_storage([*model.parameters(), *model.buffers()])
         model.requires_grad_(True)
         _switch_off_dropout(model)
-        find_head(model)
+        check_head(model)
         check_exactness(model, device)
         if self.lora is not None:
             self.peft_config = inject_adapter(model, self.lora, seed=self.seed)
-            find_head(model)
+            check_head(model)
         if self.config.gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         return model
@@ -125,6 +135,18 @@ class LocalTrainEngine(TrainEngine):
 
     def _agree_max(self, value: int) -> int:
         return value
+
+
+class LocalValueEngine(LocalTrainEngine):
+    """The same with a scalar head: the value of every state."""
+
+    model_type = "value_model"
+
+
+class LocalRewardEngine(LocalTrainEngine):
+    """The same with a scalar head: the score of every row."""
+
+    model_type = "reward_model"
 
 
 def _switch_off_dropout(model: nn.Module) -> None:

@@ -20,8 +20,13 @@ DEVICES = ("cuda", "npu", "cpu")
 ENTRY_POINTS = "tandem.train_engines"
 
 BUILT_IN: dict[Key, str] = {
-    ("language_model", "local", "cpu"): "tandem.train.local:LocalTrainEngine",
-    ("language_model", "local", "cuda"): "tandem.train.local:LocalTrainEngine",
+    (model_type, "local", device): f"tandem.train.local:{name}"
+    for model_type, name in (
+        ("language_model", "LocalTrainEngine"),
+        ("value_model", "LocalValueEngine"),
+        ("reward_model", "LocalRewardEngine"),
+    )
+    for device in ("cpu", "cuda")
 }
 
 
