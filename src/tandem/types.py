@@ -208,8 +208,9 @@ LossFn = Callable[["Mapping[str, Tensor]", "TensorDict"], "tuple[Tensor, dict[st
 
 ``outputs`` holds the per-token tensors ``[B, T]`` named by the function's attribute
 ``required_outputs`` (default ``{"train_logprobs"}``; ``"entropy"``, ``"values"`` and ``"scores"``
-are the others), aligned with the rows of ``microbatch``. Losses of all micro-batches and
-data-parallel ranks are summed, so normalisation must be in the batch's weight keys."""
+are the others, and ``"logits"``, which are ``[B, T, V]`` and take that memory), aligned with the
+rows of ``microbatch``. Losses of all micro-batches and data-parallel ranks are summed, so
+normalisation must be in the batch's weight keys."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,8 +133,9 @@ class TrainEngine:
     ) -> Any | None:
         """What ``post_hook(logits, packed rows)`` makes of every row; without a hook the logits.
 
-        ``aggregate_fn`` gets one entry a row, in the order of the batch. A tensor that it returns is
-        cut by ``output_seqlens`` (default: the rows' lengths) and padded to ``[B, longest, ...]``.
+        ``aggregate_fn`` gets one entry a row, in the order of the batch. A tensor that it returns
+        is cut by ``output_seqlens`` (default: the rows' lengths) and padded to
+        ``[B, longest, ...]``.
         """
         rows = self._rows(input_)
         lengths = output_seqlens or rows["attention_mask"].sum(1).tolist()
@@ -234,7 +235,10 @@ class InferenceEngine:
         self.engine.submit(data, self._workflow(workflow))
 
     def wait(
-        self, count: int, timeout: float | None = None, should_accept: Callable[..., Any] | None = None
+        self,
+        count: int,
+        timeout: float | None = None,
+        should_accept: Callable[..., Any] | None = None,
     ) -> TensorDict:
         return their_rows(self.engine.wait(count, timeout, self._accept(should_accept)))
 

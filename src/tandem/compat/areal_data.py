@@ -32,7 +32,7 @@ def engine_rows(input_: Any) -> TensorDict:
     The temperature stays behind: losses and hooks of AReaL divide by it themselves.
     """
     for name in ("input_ids", "attention_mask"):
-        if name not in input_.keys():
+        if name not in set(input_.keys()):
             raise DataError(f"{name}: missing from the batch; found: {sorted(input_.keys())}")
     fields = {
         "input_ids": input_["input_ids"].long(),
@@ -146,9 +146,6 @@ def our_request(req: Any) -> LLMRequest:
         gconfig=_generation(req.gconfig),
         metadata=dict(getattr(req, "metadata", None) or {}),
     )
-
-
-
 
 
 def _generation(gconfig: Any) -> GenerationConfig:

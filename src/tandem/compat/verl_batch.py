@@ -164,9 +164,7 @@ class VerlBatch:
 class VerlLoss:
     """A loss of verl as one of ours: called with the caller's rows, its result noted."""
 
-    def __init__(
-        self, batch: VerlBatch, loss_function: Callable[..., Any], group: Any
-    ) -> None:
+    def __init__(self, batch: VerlBatch, loss_function: Callable[..., Any], group: Any) -> None:
         self._batch, self._loss_function, self._group = batch, loss_function, group
         self.required_outputs = frozenset(batch.outputs)
 
@@ -221,7 +219,7 @@ def select_rows(data: TensorDict, rows: Sequence[int]) -> TensorDict:
         elif isinstance(value, Tensor) and value.is_nested:
             every = value.unbind()
             picked = [every[row] for row in rows]
-            chosen = torch.nested.as_nested_tensor(picked, layout=torch.jagged)
+            chosen: Any = torch.nested.as_nested_tensor(picked, layout=torch.jagged)
             if offsets is not None and torch.equal(chosen.offsets(), offsets):
                 chosen = torch.nested.nested_tensor_from_jagged(chosen.values(), offsets)
             elif offsets is None and name == "input_ids":

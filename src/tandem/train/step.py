@@ -42,14 +42,16 @@ class StepResult:
 
 
 def required_outputs(loss_fn: LossFn | None, allowed: Collection[str]) -> frozenset[str]:
-    """The outputs a loss asks for by its attribute ``required_outputs``; all must be allowed."""
+    """The outputs a loss asks for by its attribute ``required_outputs``; all must be allowed.
+
+    Beside them a loss of a language model may ask for ``logits``.
+    """
     if loss_fn is None:
         return frozenset()
     names = frozenset(getattr(loss_fn, "required_outputs", {"train_logprobs"}))
-    if unknown := names - set(allowed):
-        raise DataError(
-            f"loss_fn.required_outputs: got {sorted(unknown)}, allowed here: {list(allowed)}"
-        )
+    known = [*allowed, "logits"] if "train_logprobs" in allowed else list(allowed)
+    if unknown := names - set(known):
+        raise DataError(f"loss_fn.required_outputs: got {sorted(unknown)}, allowed here: {known}")
     return names
 
 
