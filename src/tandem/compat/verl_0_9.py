@@ -64,7 +64,7 @@ class TandemEngine(BaseEngine, VerlBaseEngine):
         super().__init__(engine, ft_spec=FinetuneSpec(1, steps, 1) if steps > 0 else None)
         self._delta_shard_snap: dict[str, Tensor] = {}
 
-    def get_per_tensor_param(  # type: ignore[override]
+    def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any
     ) -> tuple[Generator[tuple[str, Tensor], None, None], dict[str, Any] | None]:
         """Full tensors with adapters merged, whatever was sent before: the arguments are hints."""
