@@ -8,12 +8,14 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from tandem.compat import areal_1_0
 from tandem.compat.areal import InferenceEngine, LLMResponse, TrainEngine
 from tandem.compat.areal_data import our_request, save_load_meta, weight_update_meta
 from tandem.config.schema import RolloutConfig
-from tandem.errors import ConfigError, DataError, RolloutError
+from tandem.errors import CapabilityError, ConfigError, DataError, RolloutError
 from tandem.rollout import ScriptedInferenceEngine
 from tandem.types import GenerationConfig, LLMRequest, WeightUpdateMeta
+from tandem.weights import publish as send
 from tests.compat.conftest import LENGTHS, gradients_of
 from tests.tolerance import assert_close
 from tests.train import reference
@@ -169,12 +171,11 @@ def test_life_cycle_and_files(make_engine, tmp_path):
     rate = view.engine.learning_rate
     view.step_lr_scheduler()
     assert view.engine.learning_rate < rate
-    meta = SimpleNamespace()
-    meta = make_dataclass_meta(path=str(tmp_path / "model"))
+    meta = TheirSaveLoadMeta(str(tmp_path / "model"))
     view.save(meta)
     view.load(meta)
     with pytest.raises(ConfigError, match="naive_distributed"):
-        save_load_meta(make_dataclass_meta(path="x", naive_distributed=True))
+        save_load_meta(TheirSaveLoadMeta("x", naive_distributed=True))
     view.destroy()
 
 
@@ -186,10 +187,6 @@ class TheirSaveLoadMeta:
     tokenizer: object = None
     base_model_path: str | None = None
     naive_distributed: bool = False
-
-
-def make_dataclass_meta(**values):
-    return TheirSaveLoadMeta(**values)
 
 
 # --- rollout --------------------------------------------------------------------------------------
@@ -317,8 +314,6 @@ def test_paused_means_that_nothing_starts(rollout):
 
 def publish(rollout, version):
     """One update from a trainer's view with as much of a meta as AReaL gives."""
-    from tandem.weights import publish as send
-
     meta = weight_update_meta(SimpleNamespace(type="inprocess"), version)
     future = rollout.update_weights(meta)
     send(meta, [], [])
@@ -344,6 +339,68 @@ def test_responses_know_their_lengths(rollout):
     assert isinstance(response, LLMResponse)
     assert (response.input_len, response.output_len) == (2, 2)
     assert response.stop_reason == "stop"
+
+
+# --- release 1.0 ----------------------------------------------------------------------------------
+
+
+def nll_of_logprobs(logprobs, entropy, rows):
+    assert isinstance(rows, dict)
+    assert entropy.shape == logprobs.shape == rows["input_ids"].shape
+    return -(logprobs * rows["loss_mask"]).sum() / rows["loss_mask"].sum()
+
+
+def test_losses_of_release_1_0_get_log_probabilities(make_engine, sequences, masks):
+    temperature = 0.7
+    view = areal_1_0.TrainEngine(make_engine(), temperature=temperature)
+    batch = make_batch(sequences, masks)
+    expected = TrainEngine(make_engine()).eval_batch(
+        batch, lambda logits, rows: cross_entropy(logits / temperature, rows), count
+    )
+    assert_close(view.eval_batch(batch, nll_of_logprobs, count), expected)
+    assert_close(
+        view.train_batch(batch, nll_of_logprobs, count)["loss"], expected, dtype=torch.float32
+    )
+
+
+def test_trajectories_may_come_one_by_one(make_engine, model_path, sequences, masks):
+    view = areal_1_0.TrainEngine(make_engine())
+    batch = make_batch(sequences, masks)
+    rows = [
+        {name: batch[name][row : row + 1, :n] for name in ("input_ids", "attention_mask")}
+        | {"loss_mask": batch["loss_mask"][row : row + 1, :n]}
+        for row, n in enumerate(LENGTHS)
+    ]
+    assert_close(
+        view.eval_batch(rows, nll_of_logprobs, count),
+        view.eval_batch(batch, nll_of_logprobs, count),
+    )
+    model = reference.load(model_path)
+    for found, ids in zip(view.forward(rows), sequences, strict=True):
+        assert found.shape == (1, len(ids))
+        assert_close(found[0, :-1], reference.logprobs(model, ids)[1:].detach())
+
+
+def test_release_1_0_has_no_reward_models(make_engine, sequences, masks):
+    view = areal_1_0.TrainEngine(make_engine("reward_model"))
+    with pytest.raises(CapabilityError, match="reward"):
+        view.forward_batch(make_batch(sequences, masks))
+
+
+def test_names_of_release_1_0(make_engine, rollout, tmp_path):
+    view = areal_1_0.TrainEngine(make_engine(schedule="linear"))
+    assert (view.data_parallel_rank, view.data_parallel_world_size) == (0, 1)
+    assert view.data_parallel_group is None
+    assert view.is_data_parallel_head()
+    rate = view.engine.learning_rate
+    view.lr_scheduler_step()
+    assert view.engine.learning_rate < rate
+    view.optimizer_zero_grad()
+    meta = SimpleNamespace(type="disk", path=tmp_path / "weights")
+    future = rollout.update_weights(meta)
+    view.update_weights(meta)
+    future.result(20)
+    assert rollout.get_version() == 1
 
 
 # --- metadata -------------------------------------------------------------------------------------

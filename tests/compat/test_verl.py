@@ -94,6 +94,31 @@ def test_rows_of_a_group_stay_together(make_engine, sequences, masks):
     ]
 
 
+class TwoRanks(BaseEngine):
+    """The view of a rank beside one that has more micro-batches and no tokens."""
+
+    def get_data_parallel_size(self):
+        return 2
+
+    def _agree_max(self, value):
+        return value + 1
+
+
+@pytest.mark.parametrize("cut", ["three rows each", "ten tokens each"])
+def test_gradients_are_summed_over_ranks_where_verl_averages(
+    cut, make_engine, model_path, sequences, masks
+):
+    view = TwoRanks(make_engine())
+    batch = make_batch(sequences, masks, **CUTS[cut])
+    found = view.forward_backward_batch(batch, mean_nll)
+    loss, expected = expected_gradients(model_path, sequences, masks)
+    assert_close(sum(found["loss"]), 2 * loss, dtype=torch.float32)
+    for name, gradient in gradients_of(view.engine).items():
+        assert_close(gradient, expected[name])
+    scored = view.infer_batch(batch)["model_output"]["log_probs"]
+    assert scored.offsets().diff().tolist() == list(LENGTHS)
+
+
 def test_train_batch_steps_and_reports_the_gradient_norm(make_engine, sequences, masks):
     view = BaseEngine(make_engine())
     before = {name: p.detach().clone() for name, p in view.engine.model.named_parameters()}

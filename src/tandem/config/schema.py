@@ -117,6 +117,11 @@ class InferenceConfig(Section):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     transport: Literal["auto", "inprocess", "shared_memory", "disk"] = "auto"
     threads: PositiveInt = 1
+    deterministic: bool = Field(
+        False,
+        description="start only if generating gives the bits of training's log-probabilities, "
+        "whatever shares the batch; needs float32, the CPU and one thread on both sides",
+    )
     start_timeout_s: PositiveFloat = 120.0
     update_timeout_s: PositiveFloat = 120.0
 
@@ -127,6 +132,19 @@ class InferenceConfig(Section):
         crosses = self.backend == "embedded" and self.mode == "process"
         if crosses and self.transport == "inprocess":
             raise ValueError("inference.transport=inprocess needs inference.mode=inprocess")
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic(self) -> Self:
+        if not self.deterministic or self.backend == "scripted":
+            return self
+        needed = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_on_update": "recompute"}
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"inference.deterministic needs inference.{name}={value}, "
+                    f"got {getattr(self, name)!r}"
+                )
         return self
 
 
@@ -413,4 +431,19 @@ class RLConfig(Root):
             raise ValueError("rollout.min_group_size must be <= rollout.group_size")
         if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.horizon is None:
             raise ValueError("algorithm.horizon is required by seq-mean-token-sum-norm")
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic(self) -> Self:
+        if self.inference.deterministic:
+            found = {
+                "train.dtype": (self.train.dtype, "float32"),
+                "train.device": (self.train.device, "cpu"),
+                "run.threads": (self.run.threads, 1),
+            }
+            for name, (value, needed) in found.items():
+                if value != needed:
+                    raise ValueError(
+                        f"inference.deterministic needs {name}={needed}, got {value!r}"
+                    )
         return self

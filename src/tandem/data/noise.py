@@ -18,9 +18,7 @@ from tandem.errors import ConfigError
 AnswerNoise = Callable[..., str]
 
 
-def wrong_variant(
-    row: Row, rng: Random, *, probability: float = 1.0, template: str = "{word}"
-) -> str:
+def wrong_variant(row: Row, rng: Random, *, probability: float, template: str = "{word}") -> str:
     """With ``probability`` the filled ``template`` instead of the answer: the same mistake always.
 
     With the task ``spell_backward`` the default spells the word forwards.

@@ -30,7 +30,7 @@ _LOSS = Shown(
     "{:.4f}",
 )
 _PAIRS = Shown("accuracy", ("preference/accuracy", "reward_model/accuracy"), "{:.3f}")
-_HELD_OUT = Shown("held-out", ("eval/heldout/accuracy",), "{:.3f}")
+_HELD_OUT = Shown("held-out", ("eval/heldout/policy_accuracy", "eval/heldout/accuracy"), "{:.3f}")
 _SPEED = Shown("tok/s", ("perf/tokens_per_s",), "{:,.0f}")
 
 SHOWN: dict[str, tuple[Shown, ...]] = {

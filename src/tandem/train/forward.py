@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tandem.data.packing import PackedRows, pack
 from tandem.errors import CapabilityError, DataError
 from tandem.models.head import token_logprobs
 from tandem.models.heads import head_name, scalar_head
+from tandem.models.invariant import ROWS
 from tandem.models.packed import PackedContext
 
 OUTPUTS: dict[str, tuple[str, ...]] = {
@@ -85,15 +87,21 @@ def find_head(model: Any) -> Head:
 
 def hidden_states(model: Any, packed: PackedRows, compute_dtype: torch.dtype) -> Tensor:
     """Last hidden states ``[N, H]`` of the packed rows."""
-    device_type = packed.input_ids.device.type
+    input_ids, position_ids, lengths = packed.input_ids, packed.position_ids, packed.lengths
+    num_tokens = input_ids.shape[1]
+    if padding := max(0, ROWS - num_tokens):
+        # A segment of filler: matrix products of fewer rows give a token other bits.
+        input_ids, position_ids = F.pad(input_ids, (0, padding)), F.pad(position_ids, (0, padding))
+        lengths = (*lengths, padding)
+    device_type = input_ids.device.type
     with torch.autocast(device_type, compute_dtype, enabled=compute_dtype != torch.float32):
         output = model.base_model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            ctx=PackedContext(packed.lengths),
+            input_ids=input_ids,
+            position_ids=position_ids,
+            ctx=PackedContext(lengths),
             use_cache=False,
         )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state[0, :num_tokens]
 
 
 def score(

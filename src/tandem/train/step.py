@@ -307,7 +307,7 @@ def _shares(
             f"loss_weights: missing; the loss is a sum, so the batch needs one of "
             f"{', '.join(WEIGHT_KEYS)} (or pass loss_weight_fn for a mean per micro-batch)"
         )
-    weighted = [(batch[key] != 0).view(batch.batch_size[0], -1).any(1) for key in keys]
+    weighted = [(batch[key] != 0).unsqueeze(-1).flatten(1).any(1) for key in keys]
     has_weight = torch.stack(weighted).any(0).tolist()
     return [1.0 if any(has_weight[row] for row in rows) else 0.0 for rows in plan]
 

@@ -51,7 +51,8 @@ def run_dpo(config: DPOConfig, *, resume: bool = False) -> dict[str, Any]:
         evaluator = stage.open_evaluator(config.eval)
         begin(run, stage, evaluator)
         run_steps(stage, run, run.dir, run.metrics, "dpo", evaluator)
-        return finish(config, run, stage, evaluator.summary(), metric="pair accuracy")
+        metric = "accuracy" if config.dpo.loss == "kto" else "pair accuracy"
+        return finish(config, run, stage, evaluator.summary(), metric=metric)
 
 
 class PairStage(SupervisedStage[DPOStageConfig, Pair]):
