@@ -42,14 +42,16 @@ class StepResult:
 
 
 def required_outputs(loss_fn: LossFn | None, allowed: Collection[str]) -> frozenset[str]:
-    """The outputs a loss asks for by its attribute ``required_outputs``; all must be allowed."""
+    """The outputs a loss asks for by its attribute ``required_outputs``; all must be allowed.
+
+    Beside them a loss of a language model may ask for ``logits``.
+    """
     if loss_fn is None:
         return frozenset()
     names = frozenset(getattr(loss_fn, "required_outputs", {"train_logprobs"}))
-    if unknown := names - set(allowed):
-        raise DataError(
-            f"loss_fn.required_outputs: got {sorted(unknown)}, allowed here: {list(allowed)}"
-        )
+    known = [*allowed, "logits"] if "train_logprobs" in allowed else list(allowed)
+    if unknown := names - set(known):
+        raise DataError(f"loss_fn.required_outputs: got {sorted(unknown)}, allowed here: {known}")
     return names
 
 
@@ -305,7 +307,7 @@ def _shares(
             f"loss_weights: missing; the loss is a sum, so the batch needs one of "
             f"{', '.join(WEIGHT_KEYS)} (or pass loss_weight_fn for a mean per micro-batch)"
         )
-    weighted = [(batch[key] != 0).view(batch.batch_size[0], -1).any(1) for key in keys]
+    weighted = [(batch[key] != 0).unsqueeze(-1).flatten(1).any(1) for key in keys]
     has_weight = torch.stack(weighted).any(0).tolist()
     return [1.0 if any(has_weight[row] for row in rows) else 0.0 for rows in plan]
 
