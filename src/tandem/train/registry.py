@@ -22,6 +22,8 @@ ENTRY_POINTS = "tandem.train_engines"
 BUILT_IN: dict[Key, str] = {
     ("language_model", "local", "cpu"): "tandem.train.local:LocalTrainEngine",
     ("language_model", "local", "cuda"): "tandem.train.local:LocalTrainEngine",
+    ("language_model", "fsdp", "cpu"): "tandem.train.fsdp:FSDPTrainEngine",
+    ("language_model", "fsdp", "cuda"): "tandem.train.fsdp:FSDPTrainEngine",
 }
 
 
