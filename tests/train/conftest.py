@@ -10,20 +10,19 @@ from tandem.types import FinetuneSpec
 VOCABULARY = 61
 
 
-def save_qwen3(path, *, tied=False, seed=0):
+def save_qwen3(path, *, tied=False, seed=0, **changes):
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=128,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-    )
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 128,
+    }
+    config = Qwen3Config(**sizes | changes, tie_word_embeddings=tied, initializer_range=0.2)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return str(path)
 

@@ -193,8 +193,8 @@ class FSDPTrainEngine(TrainEngine):
             return super()._run(*args, **kwargs)
         except BaseException:
             # Gathered parameters and gradients that wait for their reduction are of no use now.
-            if isinstance(self._model, FSDPModule):
-                self._model.reset_iter_state()
+            if self._model is not None:
+                _abandon_iteration(self._model)
             raise
 
     def _score(
@@ -243,6 +243,19 @@ class FSDPTrainEngine(TrainEngine):
 def _score_rows(model: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
     """Outputs in memory of their own: a loss may change them in place, views would lose a hook."""
     return {name: value.clone() for name, value in score(model, *args, **kwargs).items()}
+
+
+def _abandon_iteration(model: Any) -> None:
+    """Shards as before the pass that failed; gradients that it has not reduced are dropped."""
+    model.reset_iter_state()
+    for module in model.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter.unsharded_param.grad = None
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

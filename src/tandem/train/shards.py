@@ -29,7 +29,8 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     whole: Tensor = tensor.to_local()
-    return whole
+    # Uneven shards are gathered with padding, which must not travel along.
+    return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
 
 
 def own_slice(sharded: DTensor, whole: Tensor) -> Tensor:

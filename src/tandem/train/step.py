@@ -5,12 +5,14 @@ Losses live in ``algorithms``; the optimizer step itself is in ``engine``.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor
 
@@ -160,10 +162,36 @@ def _prepared(
         return batch, layout, plan_microbatches(engine, batch, loss_fn)
 
     batch, layout, plan = on_all_ranks(engine, check)
+    _check_shared_rows(engine, batch)
     count = engine._agree_max(len(plan))
     if count != len(plan):
         plan = plan_microbatches(engine, batch, loss_fn, count=count)
     return batch, layout, plan
+
+
+def _check_shared_rows(engine: TrainEngine, batch: TensorDict) -> None:
+    """Raise unless ranks of one data-parallel rank have the same rows.
+
+    With different ones their collectives would have different shapes, which ends the process.
+    """
+    group = engine.parallelism_group
+    if group is None or dist.get_world_size(group) == engine.get_data_parallel_size():
+        return
+    digest = hashlib.sha256()
+    for key in ("attention_mask", "input_ids", *sorted(set(WEIGHT_KEYS) & set(batch.keys()))):
+        value = batch[key].detach().cpu().contiguous()
+        digest.update(f"{key}{tuple(value.shape)}{value.dtype}".encode())
+        digest.update(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    seen: dict[int, tuple[int, str]] = {}
+    own = (engine.get_data_parallel_rank(), digest.hexdigest())
+    for rank, (data_rank, found) in enumerate(engine._gather_over_all(own)):
+        first, expected = seen.setdefault(data_rank, (rank, found))
+        if found != expected:
+            raise DataError(
+                f"batch: ranks {first} and {rank} compute the same rows (data-parallel rank "
+                f"{data_rank}) but were given different ones; pick the rows of a rank by "
+                "get_data_parallel_rank()"
+            )
 
 
 def trained_mask(batch: TensorDict, rows: Sequence[int] | None = None) -> Tensor | None:
