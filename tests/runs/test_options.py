@@ -168,3 +168,11 @@ def test_scripted_engine_drives_the_loop(bed: Bed):
     rows = steps_of(bed, "inference.backend=scripted", "steps=2", "algorithm.decoupled=true")
     assert [row["actor/update_successful"] for row in rows] == [1, 1]
     assert all("reward/mean" in row for row in rows)
+
+
+def test_a_sharded_engine_without_a_launcher_gives_the_run_of_the_local_one(bed: Bed):
+    local, sharded = (
+        [row["actor/grad_norm"] for row in steps_of(bed, "steps=2", *options, name=name)]
+        for name, options in (("local", ()), ("sharded", ("train.backend=fsdp",)))
+    )
+    assert sharded == pytest.approx(local, rel=1e-4)

@@ -2,13 +2,21 @@
 
 import math
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from tandem.config.schema import LoraConfig
 from tandem.data.batch import collate
-from tandem.errors import CheckpointError, DataError, EngineError, TrainingDiverged, WeightSyncError
+from tandem.errors import (
+    CapabilityError,
+    CheckpointError,
+    DataError,
+    EngineError,
+    TrainingDiverged,
+    WeightSyncError,
+)
 from tandem.train.shards import local_part
 from tandem.types import Metric, SaveLoadMeta, WeightUpdateMeta
 from tandem.weights import expect, open_published
@@ -30,9 +38,7 @@ def share(engine, rows):
 
 
 def whole_gradients(engine):
-    return {
-        name: engine._full_tensor(p.grad).clone() for name, p in engine.parameters().items()
-    }
+    return {name: engine._full_tensor(p.grad).clone() for name, p in engine.parameters().items()}
 
 
 def whole_weights(engine):
@@ -562,6 +568,30 @@ def a_checkpoint_of_one_process_goes_on_in_every_layout_and_back(here):
         here.close()
 
 
+def fused_experts_are_exported_as_on_disk(here):
+    """Experts are one tensor in memory and many on disk, on every rank."""
+    source = load_file(f"{here.models['experts']}/model.safetensors")
+    engine = here.engine("experts", **SMOOTH)
+    weights = whole_weights(engine)
+    specs = {spec.name: spec for spec in engine.get_param_specs()}
+    assert weights.keys() == specs.keys() == source.keys()
+    assert "model.layers.0.mlp.experts.3.down_proj.weight" in weights
+    for name, tensor in source.items():
+        assert torch.equal(weights[name], tensor), name
+        assert specs[name].shape == tuple(tensor.shape)
+    losses = train(engine, range(1))
+    trained = whole_weights(engine)
+    engine.save(SaveLoadMeta(str(here.folder / "experts")))
+    assert load_file(here.folder / "experts" / "model.safetensors").keys() == source.keys()
+    if here.is_first:
+        oracle = here.local("experts", **SMOOTH)
+        assert train(oracle, range(1)) == pytest.approx(losses, abs=1e-6)
+        for name, tensor in whole_weights(oracle).items():
+            torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-6, msg=name)
+    with pytest.raises(CapabilityError, match="tensor-parallel plan has"):
+        here.engine("experts", parallel={"tensor": 2})
+
+
 # --- weights on their way out ---------------------------------------------------------------------
 
 
@@ -578,6 +608,18 @@ def only_the_first_rank_publishes(here):
         with open_published(future.result()) as tensors:
             assert list(tensors) == [spec.name for spec in engine.get_param_specs()]
             assert all(torch.equal(tensors[n], w.bfloat16()) for n, w in weights.items())
+
+
+def ranks_listen_on_loopback_only(here):
+    engine = here.engine()
+    train(engine, range(1))
+    listening = [
+        connection.laddr.ip
+        for connection in psutil.Process().net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert set(listening) <= {"127.0.0.1"}
+    assert listening
 
 
 def a_failed_publish_is_an_error_on_every_rank(here):

@@ -10,8 +10,8 @@ from tandem.train.optim import (
     build_optimizer,
     export_optimizer,
     import_optimizer,
-    optimizer_entries,
     learning_rate,
+    optimizer_entries,
     scale_gradients,
     squared_norm,
 )

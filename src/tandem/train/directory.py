@@ -23,9 +23,9 @@ from tandem.models.loading import load_causal_lm
 from tandem.train import lora as adapters
 from tandem.train.export import full_tensors, is_tied
 from tandem.train.ranks import on_first_rank, opened_by_first_rank
+from tandem.train.shards import compact
 from tandem.train.state import (
     copy_from_first_rank,
-    holds_state,
     read_training_state,
     whole_tensors,
     write_training_state,
@@ -98,18 +98,16 @@ def load_directory(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         read_training_state(engine, folder)
     elif engine.lora is not None:
         own = adapters.adapter_tensors(engine.model)
-        copy_from_first_rank(
-            engine, own, on_first_rank(engine, lambda: adapters.read_adapter(engine.model, meta.path))
-        )
+        found = on_first_rank(engine, lambda: adapters.read_adapter(engine.model, meta.path))
+        copy_from_first_rank(engine, own, found)
     else:
         own = dict(engine.model.state_dict(keep_vars=True))
-        copy_from_first_rank(
-            engine, own, on_first_rank(engine, lambda: _read_weights(own, meta.path))
-        )
+        weights = on_first_rank(engine, lambda: _read_weights(own, meta.path))
+        copy_from_first_rank(engine, own, weights)
 
 
 def _write_model(model: Any, target: Path, tensors: Mapping[str, Tensor]) -> None:
-    state = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    state = {name: compact(tensor) for name, tensor in tensors.items()}
     floating = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     config = copy.deepcopy(model.config)
     config.use_cache = True

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from tandem.config.launcher import LauncherFacts, keep_to_loopback, launcher_facts
 from tandem.errors import ConfigError, EngineError
@@ -22,7 +23,7 @@ _members = 0
 _generation = 0
 """Groups made here so far: ranks that meet again must not read what an earlier group left."""
 
-_stores: dict[tuple[str, int], dist.Store] = {}
+_stores: dict[tuple[str, int], Store] = {}
 """Where this process met the others; kept, since a peer may still talk to it."""
 
 
@@ -89,27 +90,27 @@ def _initialise(facts: LauncherFacts, device_type: str, timeout: timedelta) -> N
     _generation += 1
     dist.init_process_group(
         "gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl",
-        store=dist.PrefixStore(f"tandem/{facts.attempt}/{_generation}", _store(facts, timeout)),
+        store=PrefixStore(f"tandem/{facts.attempt}/{_generation}", _store(facts, timeout)),
         rank=facts.rank,
         world_size=facts.world_size,
         timeout=timeout,
     )
 
 
-def _store(facts: LauncherFacts, timeout: timedelta) -> dist.Store:
+def _store(facts: LauncherFacts, timeout: timedelta) -> Store:
     if facts.world_size == 1:
-        return dist.HashStore()
+        return HashStore()
     place = (facts.master_addr, facts.master_port)
     if place not in _stores:
         _stores[place] = _connect(facts, timeout)
     return _stores[place]
 
 
-def _connect(facts: LauncherFacts, timeout: timedelta) -> dist.Store:
+def _connect(facts: LauncherFacts, timeout: timedelta) -> Store:
     is_host = facts.rank == 0 and not facts.has_agent_store
     # A store given an address still listens on every interface unless it is handed a socket.
     listener = _listen(facts) if is_host else None
-    return dist.TCPStore(
+    return TCPStore(
         facts.master_addr,
         facts.master_port,
         facts.world_size,

@@ -5,6 +5,7 @@ Which tensors are sharded how is decided by the backend.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
@@ -15,7 +16,8 @@ def local_part(tensor: Tensor) -> Tensor:
     """What this rank holds of a tensor, sharing its memory; all of it unless it is sharded."""
     if not isinstance(tensor, DTensor):
         return tensor
-    part: Tensor = tensor.detach().to_local()
+    with torch.no_grad():
+        part: Tensor = tensor.to_local()
     return part
 
 
@@ -28,9 +30,15 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     for axis in range(len(placements)):
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
-    whole: Tensor = tensor.to_local()
     # Uneven shards are gathered with padding, which must not travel along.
-    return whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
+    return compact(tensor.to_local())
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """The same values, contiguous, in memory that holds nothing else."""
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def own_slice(sharded: DTensor, whole: Tensor) -> Tensor:
@@ -45,8 +53,6 @@ def num_copies(tensor: Tensor) -> int:
     """How many ranks of the default group hold the same elements of ``tensor``."""
     shards = 1
     if isinstance(tensor, DTensor):
-        for size, placement in zip(
-            tensor.device_mesh.shape, tensor.placements, strict=True
-        ):
+        for size, placement in zip(tensor.device_mesh.shape, tensor.placements, strict=True):
             shards *= 1 if placement.is_replicate() else size
     return dist.get_world_size() // shards

@@ -12,7 +12,6 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -133,9 +132,7 @@ _STYLES: dict[str, Callable[[nn.Module, DeviceMesh], None]] = {
 }
 
 
-def _distribute(
-    module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], Placement]
-) -> None:
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Callable[[str], Placement]) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
         sharded = distribute_tensor(parameter.detach(), mesh, [placement(name)], src_data_rank=None)
         setattr(module, name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))

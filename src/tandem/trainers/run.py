@@ -26,8 +26,9 @@ import yaml
 
 from tandem.checkpoint import CheckpointDir, latest, supersede_newer
 from tandem.config import Root, load_config, to_yaml
+from tandem.config.launcher import launcher_facts
 from tandem.config.resume import check_resume
-from tandem.errors import ConfigError, Preempted
+from tandem.errors import CapabilityError, ConfigError, Preempted
 from tandem.observe import MetricsLogger, setup_logging
 from tandem.observe.metrics import METRICS_FILE
 
@@ -85,6 +86,16 @@ class Run:
             )
 
 
+def _check_alone() -> None:
+    """Several ranks would each train on all rows and write the same run directory."""
+    world_size = launcher_facts().world_size
+    if world_size > 1:
+        raise CapabilityError(
+            f"WORLD_SIZE: got {world_size}, allowed here: 1; a run drives one rank. Sharded "
+            "engines are driven from Python, see docs/distributed.md"
+        )
+
+
 @contextmanager
 def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
     """Open the run directory of ``config`` for a new run or, with ``resume``, for one that exists.
@@ -93,7 +104,9 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         ConfigError: the directory holds a run and ``resume`` is off, or the reverse, or a key was
             changed that may not change on resume.
         CheckpointError: checkpoints exist and none can be trusted.
+        CapabilityError: a launcher started several ranks.
     """
+    _check_alone()
     directory = Path(config.run.output_dir) / config.run.name
     config_file = directory / "config.yaml"
     if resume:
