@@ -31,7 +31,7 @@ class LauncherFacts:
     @property
     def is_loopback(self) -> bool:
         """Whether all ranks meet on this machine."""
-        return self.master_addr == "localhost" or self.master_addr.startswith("127.")
+        return self.master_addr in ("localhost", "::1") or self.master_addr.startswith("127.")
 
 
 def launcher_facts(environment: Mapping[str, str] | None = None) -> LauncherFacts:

@@ -86,7 +86,8 @@ class FSDPTrainEngine(TrainEngine):
 
     @property
     def parallelism_group(self) -> dist.ProcessGroup | None:
-        return dist.group.WORLD if dist.get_world_size() > 1 else None
+        num_ranks = self.layout.data_size * self.layout.model_size
+        return dist.group.WORLD if num_ranks > 1 else None
 
     def is_mp_src_rank_with_outputs(self) -> bool:
         return self.layout.model_rank == 0

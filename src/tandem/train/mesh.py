@@ -32,6 +32,7 @@ class Mesh:
     data_rank: int
     data_size: int
     model_rank: int
+    model_size: int
 
 
 def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
@@ -64,4 +65,5 @@ def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
         data_rank=data_rank,
         data_size=world // model_size,
         model_rank=model_rank,
+        model_size=model_size,
     )

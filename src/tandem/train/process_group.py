@@ -66,7 +66,7 @@ def leave() -> None:
 
 def local_device(name: str) -> torch.device:
     """``cuda`` becomes this process's own device, counted within its machine."""
-    if name == "cuda":
+    if name == "cuda" and torch.cuda.is_available():
         return torch.device("cuda", launcher_facts().local_rank % torch.cuda.device_count())
     return torch.device(name)
 

@@ -114,10 +114,7 @@ def run_hook(
 ) -> list[Any]:
     """Results of ``post_hook(logits, microbatch)`` for every row, in the caller's order."""
     batch, _, plan = _prepared(engine, data, None)
-    if output_seqlens is not None and len(output_seqlens) != batch.batch_size[0]:
-        raise DataError(
-            f"output_seqlens: got {len(output_seqlens)} lengths, expected {batch.batch_size[0]}"
-        )
+    on_all_ranks(engine, lambda: _check_lengths(output_seqlens, batch.batch_size[0]))
     results: list[Any] = [None] * batch.batch_size[0]
     for rows in plan:
         with torch.no_grad():
@@ -308,6 +305,11 @@ def _score(
             for name, value in dummy.items()
         }
     return engine._score(packed.to(engine.device), temperature, names)
+
+
+def _check_lengths(output_seqlens: Sequence[int] | None, num_rows: int) -> None:
+    if output_seqlens is not None and len(output_seqlens) != num_rows:
+        raise DataError(f"output_seqlens: got {len(output_seqlens)} lengths, expected {num_rows}")
 
 
 def _check_temperature(batch: TensorDict) -> None:
