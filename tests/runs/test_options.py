@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from tandem.algorithms.policy import POLICY_LOSSES
+from tandem.errors import CapabilityError
 from tandem.trainers import run_rl
 from tests.runs.conftest import Bed, Warmed, metrics
 
@@ -176,3 +177,13 @@ def test_a_sharded_engine_without_a_launcher_gives_the_run_of_the_local_one(bed:
         for name, options in (("local", ()), ("sharded", ("train.backend=fsdp",)))
     )
     assert sharded == pytest.approx(local, rel=1e-4)
+
+
+def test_a_run_under_a_launcher_with_several_ranks_is_refused(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CapabilityError, match=r"WORLD_SIZE: got 2.*docs/distributed.md"):
+        run_rl(bed.config())
+    assert not bed.run_dir().exists()

@@ -60,6 +60,7 @@ class FSDPTrainEngine(TrainEngine):
         }
     )
     _layout: Mesh | None = None
+    _is_member = False
 
     @property
     def device(self) -> torch.device:
@@ -104,7 +105,7 @@ class FSDPTrainEngine(TrainEngine):
         check_device(self.device)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        process_group.join(self.device.type, addr, self.config.parallel.timeout_s)
+        self._is_member = process_group.join(self.device.type, addr, self.config.parallel.timeout_s)
         try:
             return self._build_sharded()
         except BaseException:
@@ -185,7 +186,9 @@ class FSDPTrainEngine(TrainEngine):
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        process_group.leave()
+        if self._is_member:
+            self._is_member = False
+            process_group.leave()
 
     # --- primitives ---------------------------------------------------------------------------
 

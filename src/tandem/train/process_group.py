@@ -27,8 +27,10 @@ _stores: dict[tuple[str, int], Store] = {}
 """Where this process met the others; kept, since a peer may still talk to it."""
 
 
-def join(device_type: str, addr: str | None, timeout_s: float) -> None:
+def join(device_type: str, addr: str | None, timeout_s: float) -> bool:
     """Have a default process group: the caller's if there is one, else one of our own.
+
+    Whether it is our own is returned; then ``leave`` is due once.
 
     ``addr`` (``host:port``) overrides where the launcher says that ranks meet. Without a launcher
     the group has this one process and opens no port for the others.
@@ -39,7 +41,7 @@ def join(device_type: str, addr: str | None, timeout_s: float) -> None:
     """
     global _members
     if dist.is_initialized() and _members == 0:
-        return
+        return False
     if not dist.is_initialized():
         facts = launcher_facts()
         if addr is not None:
@@ -52,13 +54,12 @@ def join(device_type: str, addr: str | None, timeout_s: float) -> None:
                 f"{facts.master_addr}:{facts.master_port}: {error}"
             ) from error
     _members += 1
+    return True
 
 
 def leave() -> None:
-    """The counterpart of ``join``; does nothing to a group that the caller made."""
+    """The counterpart of a ``join`` that returned True."""
     global _members
-    if _members == 0:
-        return
     _members -= 1
     if _members == 0 and dist.is_initialized():
         dist.destroy_process_group()
