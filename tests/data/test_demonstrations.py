@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 from tandem.config.schema import DataConfig, SFTStageConfig
 from tandem.data.demonstrations import (
     Demonstration,
-    DemonstrationSource,
     conversation,
     open_demonstrations,
 )
+from tandem.data.examples import ExampleSource
 from tandem.data.prompts import open_prompts
 from tandem.errors import ConfigError, DataError
 from tests.data.chat import CHATML, FORGETFUL, with_bos, with_template
@@ -36,9 +36,9 @@ def stage(tmp_path: Path) -> Any:
     return write
 
 
-def only(source: DemonstrationSource) -> Demonstration:
+def only(source: ExampleSource[Demonstration]) -> Demonstration:
     assert len(source) == 1
-    return source.demonstration(0, 0)
+    return source.example(0, 0)
 
 
 def targets(row: Demonstration) -> list[int]:
@@ -201,7 +201,7 @@ def spelling(seed: int = 0, **kwargs: Any) -> SFTStageConfig:
 def test_wrong_variant_spells_forwards_with_its_probability(letters: Any) -> None:
     config = spelling(answer_noise="wrong_variant", answer_noise_kwargs={"probability": 0.7})
     source = open_demonstrations(config, letters)
-    texts = [letters.decode(source.demonstration(0, i).input_ids) for i in range(400)]
+    texts = [letters.decode(source.example(0, i).input_ids) for i in range(400)]
     wrong = 0
     for text in texts:
         word, answer = text.removesuffix("<eos>").split(">")
@@ -215,7 +215,7 @@ def test_mistakes_are_a_function_of_the_seed(letters: Any) -> None:
 
     def rows(seed: int) -> list[Demonstration]:
         source = open_demonstrations(config, letters, seed=seed)
-        return [source.demonstration(0, i) for i in range(400)]
+        return [source.example(0, i) for i in range(400)]
 
     assert rows(1) == rows(1) != rows(2)
 
@@ -224,7 +224,7 @@ def test_users_noise_is_loaded_from_its_file(tmp_path: Path, letters: Any) -> No
     path = tmp_path / "noise.py"
     path.write_text("def shout(row, rng, suffix):\n    return row['word'][0] + suffix\n")
     spec = {"answer_noise": f"{path}:shout", "answer_noise_kwargs": {"suffix": "x"}}
-    row = open_demonstrations(spelling(**spec), letters).demonstration(0, 0)
+    row = open_demonstrations(spelling(**spec), letters).example(0, 0)
     word, answer = letters.decode(row.input_ids).split(">", 1)
     assert answer == f"{word[0]}x<eos>"
 

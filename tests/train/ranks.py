@@ -41,26 +41,33 @@ class Rank:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    def engine(self, model: str = "plain", *, lora: Any = None, parallel: Any = None, **config):
+    def engine(self, model: str = "plain", *, parallel: Any = None, **options):
         from tandem.config.schema import ParallelConfig
-        from tandem.train.fsdp import FSDPTrainEngine
 
         layout = {"timeout_s": COLLECTIVE_TIMEOUT_S} | (parallel or {})
-        config |= {"backend": "fsdp", "parallel": ParallelConfig(**layout)}
-        return self._start(FSDPTrainEngine, model, lora, config)
+        return self.local(model, backend="fsdp", parallel=ParallelConfig(**layout), **options)
 
-    def local(self, model: str = "plain", *, lora: Any = None, **config):
-        from tandem.train.local import LocalTrainEngine
-
-        return self._start(LocalTrainEngine, model, lora, config)
-
-    def _start(self, kind: Any, model: str, lora: Any, config: dict[str, Any]):
+    def local(
+        self,
+        model: str = "plain",
+        *,
+        lora: Any = None,
+        model_type: str = "language_model",
+        backend: str = "local",
+        **options,
+    ):
         from tandem.config.schema import TrainConfig
+        from tandem.train import EngineRegistry
         from tandem.types import FinetuneSpec
 
-        config = {"device": "cpu", "max_grad_norm": None, "lr": 1e-3} | config
-        path = self.models.get(model, model)
-        engine = kind(TrainConfig(**config), model_path=path, lora=lora)
+        options = {"device": "cpu", "max_grad_norm": None, "lr": 1e-3} | options
+        engine = EngineRegistry.new(
+            model_type,
+            backend,
+            config=TrainConfig(backend=backend, **options),
+            model_path=self.models.get(model, model),
+            lora=lora,
+        )
         self._made.append(engine)
         engine.initialize(ft_spec=FinetuneSpec(1, 100, 1))
         return engine

@@ -31,6 +31,8 @@ ON_TWO_RANKS = [
     checks.tensor_parallel_layers_recompute_and_defer,
     checks.adapters_on_divided_layers_are_trained_as_by_one_process,
     checks.blocks_that_do_not_divide_are_computed_whole,
+    checks.values_and_scores_are_trained_as_by_one_process,
+    checks.scalar_heads_compute_in_fp32_and_go_through_files,
     checks.bf16_computes_in_bf16_over_fp32_masters,
     checks.bf16_gradients_are_reduced_in_fp32,
     checks.adapters_over_a_bf16_base_stay_fp32,
@@ -64,6 +66,7 @@ ON_FOUR_RANKS = [
 ]
 ON_FOUR_RANKS_LONG = [
     checks.tied_weights_are_trained_as_one,
+    checks.values_and_scores_on_copies_are_trained_as_by_one_process,
     checks.recomputed_activations_change_nothing,
     checks.copies_with_a_deferred_reduction_equal_one_process,
     checks.tensor_parallel_layers_recompute_and_defer,

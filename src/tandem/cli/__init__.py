@@ -11,7 +11,7 @@ import sys
 import typer
 
 from tandem import __version__
-from tandem.cli import doctor, evaluate, generate, model, quickstart, rl, sft, status
+from tandem.cli import doctor, dpo, evaluate, generate, model, quickstart, reward, rl, sft, status
 from tandem.cli.failures import report_failures
 
 app = typer.Typer(
@@ -25,6 +25,8 @@ app = typer.Typer(
 
 app.command("quickstart")(quickstart.quickstart)
 app.command("sft")(sft.sft)
+app.command("dpo")(dpo.dpo)
+app.command("reward")(reward.reward)
 app.command("rl")(rl.rl)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)

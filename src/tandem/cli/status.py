@@ -13,7 +13,7 @@ from rich.text import Text
 from tandem.errors import ConfigError
 from tandem.observe import read_metrics, read_summary, text_plot
 
-CURVES = ("reward/mean", "sft/loss")
+CURVES = ("reward/mean", "sft/loss", "dpo/loss", "reward_model/loss")
 """The first one that the run has is drawn."""
 
 

@@ -19,10 +19,15 @@ from tandem.config.keys import (
     takes_only_text,
 )
 from tandem.config.parse import parse_yaml
-from tandem.config.schema import RLConfig, Root, SFTConfig
+from tandem.config.schema import DPOConfig, RewardModelConfig, RLConfig, Root, SFTConfig
 from tandem.errors import ConfigError
 
-KINDS: dict[str, type[Root]] = {"sft": SFTConfig, "rl": RLConfig}
+KINDS: dict[str, type[Root]] = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward": RewardModelConfig,
+    "rl": RLConfig,
+}
 
 
 def load_config(
@@ -34,7 +39,7 @@ def load_config(
     """Read a configuration from a YAML file or a mapping, then apply ``section.key=value``.
 
     Override values are read as YAML, except that keys which take text get it verbatim. ``kind``
-    (``sft`` or ``rl``) must agree with the file's own.
+    (``sft``, ``dpo``, ``reward`` or ``rl``) must agree with the file's own.
 
     Raises:
         ConfigError: missing file, bad YAML, unknown keys (each with a suggestion), or bad values;
@@ -108,8 +113,7 @@ def _kind_of(data: Mapping[str, Any], overrides: Mapping[str, str], kind: str | 
     found = overrides.get("kind", data.get("kind", kind))
     if found not in KINDS:
         raise ConfigError(
-            f"kind: got {found!r}, allowed: {', '.join(KINDS)}; write 'kind: rl' or 'kind: sft' "
-            "into the file"
+            f"kind: got {found!r}, allowed: {', '.join(KINDS)}; write e.g. 'kind: rl' into the file"
         )
     if kind is not None and found != kind:
         raise ConfigError(f"kind: the file is for 'tandem {found}', not 'tandem {kind}'")

@@ -137,6 +137,11 @@ class InferenceConfig(Section):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     transport: Literal["auto", "inprocess", "shared_memory", "disk"] = "auto"
     threads: PositiveInt = 1
+    deterministic: bool = Field(
+        False,
+        description="start only if generating gives the bits of training's log-probabilities, "
+        "whatever shares the batch; needs float32, the CPU and one thread on both sides",
+    )
     start_timeout_s: PositiveFloat = 120.0
     update_timeout_s: PositiveFloat = 120.0
 
@@ -147,6 +152,19 @@ class InferenceConfig(Section):
         crosses = self.backend == "embedded" and self.mode == "process"
         if crosses and self.transport == "inprocess":
             raise ValueError("inference.transport=inprocess needs inference.mode=inprocess")
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic(self) -> Self:
+        if not self.deterministic or self.backend == "scripted":
+            return self
+        needed = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_on_update": "recompute"}
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"inference.deterministic needs inference.{name}={value}, "
+                    f"got {getattr(self, name)!r}"
+                )
         return self
 
 
@@ -229,8 +247,8 @@ class DataConfig(Section):
     chat: bool = Field(False, description="render prompts through the tokenizer's chat template")
     answer_noise: str | None = Field(
         None,
-        description="wrong_variant, or path.py:function(row, rng, **kwargs) -> answer, "
-        "for imperfect demonstrations",
+        description="wrong_variant, near_miss, or path.py:function(row, rng, **kwargs) -> answer, "
+        "for imperfect demonstrations, and for the rejected answers of pairs",
     )
     answer_noise_kwargs: dict[str, Any] = {}
     split: Literal["all", "train", "heldout"] = Field(
@@ -279,7 +297,7 @@ class TrackingConfig(Section):
     progress: bool = True
 
 
-class SFTStageConfig(Section):
+class StageConfig(Section):
     """One supervised stage: what it reads and for how long."""
 
     data: DataConfig
@@ -288,30 +306,115 @@ class SFTStageConfig(Section):
     batch_size: PositiveInt = 32
     max_length: PositiveInt = 512
     overlong: Literal["error", "filter", "truncate"] = "error"
-    completion_only: bool = True
     checkpoint_every: NonNegativeInt = Field(100, description="steps between; 0: last only")
     train: TrainConfig = TrainConfig()
+
+
+class SFTStageConfig(StageConfig):
+    completion_only: bool = True
+
+
+class DPOStageConfig(StageConfig):
+    """Training on preferences; ``batch_size`` counts pairs, with ``loss=kto`` single responses."""
+
+    loss: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo", "kto"] = "sigmoid"
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    length_normalised: bool | None = Field(
+        None, description="divide log-ratios by the response's tokens; None: ipo, simpo, orpo only"
+    )
+    gamma: NonNegativeFloat | None = Field(None, description="simpo's target margin; None: 0.5")
+    sft_coef: NonNegativeFloat = Field(0.0, description="times the chosen response's SFT loss")
+    desirable_weight: PositiveFloat = Field(1.0, description="kto")
+    undesirable_weight: PositiveFloat = Field(1.0, description="kto")
+    reference: Literal["auto", "precompute", "columns"] = Field(
+        "auto",
+        description="log-probabilities of the reference: auto, of each batch by the initial policy "
+        "(a frozen copy, or the model without its adapter); precompute, of all data before the "
+        "first step; columns, ref_chosen_logps and ref_rejected_logps of the data",
+    )
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> Self:
+        is_kto = self.loss == "kto"
+        unused = {
+            "gamma": self.gamma is not None and self.loss != "simpo",
+            "label_smoothing": self.label_smoothing > 0 and self.loss not in ("sigmoid", "robust"),
+            "length_normalised": self.length_normalised is not None
+            and self.loss in ("simpo", "orpo", "kto"),
+            "sft_coef": self.sft_coef > 0 and is_kto,
+            "desirable_weight": self.desirable_weight != 1 and not is_kto,
+            "undesirable_weight": self.undesirable_weight != 1 and not is_kto,
+            "reference": self.reference != "auto" and self.loss in ("simpo", "orpo", "kto"),
+        }
+        names = [name for name, is_unused in unused.items() if is_unused]
+        if names:
+            raise ValueError(f"dpo.{names[0]} means nothing with dpo.loss={self.loss}; leave it")
+        if is_kto and self.batch_size < 2:
+            raise ValueError("dpo.batch_size must be >= 2 with loss=kto: its baseline needs others")
+        return self
+
+
+class RewardStageConfig(StageConfig):
+    """Training of a reward model on pairs; ``batch_size`` counts pairs."""
+
+    center_coef: NonNegativeFloat = Field(
+        0.0, description="times (r_chosen + r_rejected)^2, which keeps scores around 0"
+    )
 
 
 class Root(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
-    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
 
 
-class SFTConfig(Root):
+class SupervisedRoot(Root):
+    @model_validator(mode="after")
+    def _one_interval(self) -> Self:
+        if self.checkpoint.every != CheckpointConfig().every:
+            kind = getattr(self, "kind", "sft")
+            raise ValueError(f"checkpoint.every is for RL; use {kind}.checkpoint_every")
+        return self
+
+
+class SFTConfig(SupervisedRoot):
     kind: Literal["sft"] = "sft"
     sft: SFTStageConfig
     inference: InferenceConfig = InferenceConfig(mode="inprocess")
     reward: RewardConfig = RewardConfig()
+    eval: EvalConfig = EvalConfig()
 
-    @model_validator(mode="after")
-    def _one_interval(self) -> Self:
-        if self.checkpoint.every != CheckpointConfig().every:
-            raise ValueError("checkpoint.every is for RL; use sft.checkpoint_every")
-        return self
+
+class PairEvalConfig(Section):
+    """Held-out preferences, measured before, after and, with ``every``, between."""
+
+    data: DataConfig | None = None
+    every: NonNegativeInt = Field(
+        0, description="steps between evaluations; 0: before and after only"
+    )
+
+
+class PairRoot(SupervisedRoot):
+    """What runs on pairs share; ``warmup`` is an optional supervised stage before."""
+
+    warmup: SFTStageConfig | None = None
+    eval: PairEvalConfig = PairEvalConfig()
+
+
+class DPOConfig(PairRoot):
+    """A run on preferences."""
+
+    kind: Literal["dpo"] = "dpo"
+    dpo: DPOStageConfig
+
+
+class RewardModelConfig(PairRoot):
+    """A run that trains a reward model."""
+
+    kind: Literal["reward"] = "reward"
+    reward: RewardStageConfig
 
 
 class RLConfig(Root):
@@ -324,6 +427,7 @@ class RLConfig(Root):
     inference: InferenceConfig = InferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    eval: EvalConfig = EvalConfig()
     steps: PositiveInt = 100
 
     @model_validator(mode="after")
@@ -347,4 +451,19 @@ class RLConfig(Root):
             raise ValueError("rollout.min_group_size must be <= rollout.group_size")
         if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.horizon is None:
             raise ValueError("algorithm.horizon is required by seq-mean-token-sum-norm")
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic(self) -> Self:
+        if self.inference.deterministic:
+            found = {
+                "train.dtype": (self.train.dtype, "float32"),
+                "train.device": (self.train.device, "cpu"),
+                "run.threads": (self.run.threads, 1),
+            }
+            for name, (value, needed) in found.items():
+                if value != needed:
+                    raise ValueError(
+                        f"inference.deterministic needs {name}={needed}, got {value!r}"
+                    )
         return self

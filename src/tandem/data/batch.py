@@ -61,6 +61,11 @@ KEYS: dict[str, KeySpec] = {
     "sample_ids": KeySpec(_INT, "B"),
     "episode_ids": KeySpec(_INT, "B"),
     "attempt": KeySpec(_INT, "B"),
+    "pair_ids": KeySpec(_INT, "B"),
+    "is_chosen": KeySpec(_BOOL, "B"),
+    "margins": KeySpec(_FLOAT, "B"),
+    "ref_logprob_sums": KeySpec(_FLOAT, "B"),
+    "kl_baselines": KeySpec(_FLOAT, "B"),
 }
 
 WEIGHT_KEYS = ("loss_weights", "kl_loss_weights", "entropy_loss_weights", "value_loss_weights")

@@ -1,21 +1,20 @@
 """Demonstrations for supervised training: token rows that know which tokens are targets.
 
-What belongs here: prompt-and-answer rows and chat conversations as ids with a loss mask, the
-``max_length`` policy, and batches with a resumable position. Putting rows into tensors is done in
-``batch.py``.
+What belongs here: prompt-and-answer rows and chat conversations as ids with a loss mask, and the
+``max_length`` policy. Their order is in ``examples.py``, putting them into tensors in ``batch.py``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tandem.config.schema import DataConfig, SFTStageConfig
+from tandem.config.schema import DataConfig, SFTStageConfig, StageConfig
+from tandem.data.examples import ExampleSource
 from tandem.data.noise import load_noise
-from tandem.data.order import ShuffledOrder
 from tandem.data.prompts import ids_digest, render_prompt
 from tandem.data.sources import Row, Rows, missing_columns, read_rows
 from tandem.data.text import Message, check_messages, encode, fill, render_chat, text_of
@@ -35,51 +34,9 @@ class Demonstration:
     loss_mask: tuple[bool, ...]
 
 
-class DemonstrationSource:
-    """Demonstrations in an order that is a function of (seed, epoch), with a resumable cursor.
-
-    ``dropped`` counts the rows left out, by reason.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Demonstration],
-        *,
-        seed: tuple[int, ...] = (0,),
-        shuffle: bool = True,
-        dropped: Mapping[str, int] | None = None,
-    ) -> None:
-        self._rows = rows
-        self.dropped = dict(dropped or {})
-        digest = ids_digest(row.input_ids for row in rows)
-        self._order = ShuffledOrder(len(rows), seed=seed, shuffle=shuffle, digest=digest)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def demonstration(self, epoch: int, position: int) -> Demonstration:
-        return self._rows[self._order.row(epoch, position)]
-
-    def batches(self, size: int, *, epochs: int | None = None) -> Iterator[list[Demonstration]]:
-        """Batches from the cursor to the end of epoch number ``epochs`` (``None``: for ever).
-
-        The last batch of an epoch may be smaller, so that every row is used once an epoch. After a
-        batch has been handed out, ``state_dict`` speaks of the next one.
-        """
-        for addresses in self._order.batches(size, epochs):
-            yield [self.demonstration(*address) for address in addresses]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._order.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; ``DataError`` when the data have changed."""
-        self._order.load_state_dict(state)
-
-
 def open_demonstrations(
     config: SFTStageConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0
-) -> DemonstrationSource:
+) -> ExampleSource[Demonstration]:
     """Read and tokenise every demonstration of a supervised stage.
 
     A row has ``messages``, or a prompt (as for ``open_prompts``) and an ``answer`` (or
@@ -108,20 +65,31 @@ def open_demonstrations(
         if not config.completion_only:
             length = len(demonstration.input_ids)
             demonstration = replace(demonstration, loss_mask=(False, *[True] * (length - 1)))
-        fitted = _fit(demonstration, config, where, dropped)
+        limit = min(config.max_length, config.train.max_tokens_per_microbatch)
+        fitted = fit_row(demonstration, limit, config.overlong, where, dropped)
         if fitted is not None:
             rows.append(fitted)
     if not rows:
-        raise _nothing_usable(source, config, dropped)
-    return DemonstrationSource(
-        rows, seed=(seed, config.data.seed), shuffle=config.data.shuffle, dropped=dropped
+        raise nothing_usable(source, config, dropped)
+    return ExampleSource(
+        rows,
+        digest=ids_digest(row.input_ids for row in rows),
+        seed=(seed, config.data.seed),
+        shuffle=config.data.shuffle,
+        dropped=dropped,
     )
 
 
 def conversation(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    first_target: int = 0,
 ) -> Demonstration:
     """A chat conversation: what the assistant says, its end-of-turn token included, is a target.
+
+    Messages before number ``first_target`` are the prompt, assistant turns among them included.
 
     The ids up to an assistant turn are those of the rendered prompt of that turn, so training sees
     what generation sees. Whatever follows the last target is cut off.
@@ -134,7 +102,7 @@ def conversation(
     mask: list[bool] = []
     done = ""
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index < first_target:
             continue
         before = render_chat(tokenizer, messages[:index], where, generation_prompt=True)
         after = render_chat(tokenizer, messages[: index + 1], where, generation_prompt=False)
@@ -156,7 +124,7 @@ def conversation(
     ids, mask = ids[:end], mask[:end]
     if ids[-1] != tokenizer.eos_token_id:
         ids, mask = [*ids, int(tokenizer.eos_token_id)], [*mask, True]
-    return _masked(ids, mask)
+    return masked(ids, mask)
 
 
 def _spoken(turn: tuple[int, ...], eos: int | None) -> int:
@@ -181,7 +149,7 @@ def _tokenise(
         return conversation([*prompt, spoken], tokenizer, where)
     completion = (*encode(tokenizer, answer, where), int(tokenizer.eos_token_id))
     mask = [False] * len(prompt_ids) + [True] * len(completion)
-    return _masked([*prompt_ids, *completion], mask)
+    return masked([*prompt_ids, *completion], mask)
 
 
 def _is_conversation(row: Row, config: DataConfig) -> bool:
@@ -196,22 +164,23 @@ def _answer_column(row: Row, where: str) -> str:
     raise missing_columns(row, "'answer' (or 'response', 'completion', or 'messages')", where)
 
 
-def _masked(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration:
+def masked(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration:
+    """A row of ``ids``; its first token is never a target."""
     return Demonstration(tuple(ids), (False, *mask[1:]))
 
 
-def _fit(
-    row: Demonstration, config: SFTStageConfig, where: str, dropped: Counter[str]
+def fit_row(
+    row: Demonstration, limit: int, policy: str, where: str, dropped: Counter[str]
 ) -> Demonstration | None:
-    limit = min(config.max_length, config.train.max_tokens_per_microbatch)
+    """The row within ``limit`` tokens by ``policy`` (``overlong`` of a stage), or None: dropped."""
     if len(row.input_ids) > limit:
-        if config.overlong == "error":
+        if policy == "error":
             raise DataError(
                 f"{where}: the demonstration has {len(row.input_ids)} tokens > {limit} allowed; "
                 "raise max_length (or train.max_tokens_per_microbatch), or set overlong to filter "
                 "or truncate"
             )
-        if config.overlong == "filter":
+        if policy == "filter":
             dropped["too long"] += 1
             return None
         row = Demonstration(row.input_ids[:limit], row.loss_mask[:limit])
@@ -221,9 +190,10 @@ def _fit(
     return row
 
 
-def _nothing_usable(source: Rows, config: SFTStageConfig, dropped: Counter[str]) -> DataError:
+def nothing_usable(source: Rows, config: StageConfig, dropped: Counter[str]) -> DataError:
+    """The error for a stage none of whose rows is left."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
     return DataError(
-        f"{source.name}: none of {len(source)} demonstrations is usable ({reasons}); "
+        f"{source.name}: none of {len(source)} rows is usable ({reasons}); "
         f"raise max_length (now {config.max_length})"
     )

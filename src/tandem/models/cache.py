@@ -12,12 +12,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+
+from tandem.models.invariant import (
+    KEY_MULTIPLE,
+    causal_attention,
+    decode_attention,
+    fused_causal_attention,
+    is_supported,
+)
 
 LENGTH_BLOCK = 64
-KEY_MULTIPLE = 16
-"""Decoding looks at a multiple of this many keys, so that the kernel chosen rarely depends on which
-other sequences share the batch."""
 
 
 class KVCache:
@@ -160,15 +164,15 @@ class CacheContext:
         scaling: float,
         window: int | None,
     ) -> Tensor:
-        n, kv_heads = self._num_decode, key.shape[1]
+        n = self._num_decode
         keys, values = stored
         keys[self._rows, :, self._positions] = key[0, :, :n].transpose(0, 1)
         values[self._rows, :, self._positions] = value[0, :, :n].transpose(0, 1)
         keys_NKLD, values_NKLD = keys[:n, :, : self._num_keys], values[:n, :, : self._num_keys]
-        grouped = query[0, :, :n].transpose(0, 1).reshape(n, kv_heads, -1, query.shape[3])
-        scores = torch.matmul(grouped * scaling, keys_NKLD.transpose(2, 3))
-        weights = (scores + self._decode_mask(scores, window)).softmax(dim=-1)
-        return torch.matmul(weights, values_NKLD).flatten(1, 2).transpose(0, 1)
+        rows = query[0, :, :n].transpose(0, 1)
+        bias = self._decode_mask(query, window)
+        out = decode_attention(rows, keys_NKLD, values_NKLD, bias, scaling=scaling)
+        return out.transpose(0, 1)
 
     def _decode_mask(self, scores: Tensor, window: int | None) -> Tensor:
         name = (0, window)
@@ -196,22 +200,6 @@ class CacheContext:
         )
         for store, new in zip(stored, (key, value), strict=True):
             store[group.rows, :, : group.length] = new[group.sources]
-        banded = window is not None and window < group.length
-        out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=self._band(group.length, window, query.device) if banded else None,
-            is_causal=not banded,
-            scale=scaling,
-            enable_gqa=True,
-        )
+        attention = causal_attention if is_supported(query) else fused_causal_attention
+        out = attention(query, key, value, scaling=scaling, window=window)
         return out.transpose(0, 1).flatten(1, 2)
-
-    def _band(self, length: int, window: int | None, device: torch.device) -> Tensor:
-        name = (length, window)
-        if name not in self._masks:
-            index = torch.arange(length, device=device)
-            distance = index[:, None] - index
-            self._masks[name] = (distance >= 0) & (distance < (window or length))
-        return self._masks[name]

@@ -57,10 +57,25 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str | torch.device)
         ConfigError: not a Hugging Face model directory, or without safetensors weights.
         DataError: tensors of the file and of the architecture differ (all names are listed).
     """
+    model, info = load_pretrained(AutoModelForCausalLM, path, dtype=dtype)
+    check_complete(path, info)
+    model.config.use_cache = False
+    return model.to(device).eval()
+
+
+def load_pretrained(
+    auto_class: Any, path: str, *, dtype: torch.dtype, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model of ``auto_class`` with Tandem's attention, and which tensors did not fit.
+
+    Raises:
+        ConfigError: not a Hugging Face model directory, or without safetensors weights.
+        DataError: a weights file is damaged.
+    """
     _check_directory(path, "model.path", "config.json")
     with quiet_transformers():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=ATTENTION,
@@ -69,6 +84,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str | torch.device)
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **options,
             )
         except SafetensorError as error:
             raise DataError(f"model {path!r}: a weights file is damaged: {error}") from error
@@ -77,9 +93,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str | torch.device)
                 f"model.path {path!r} cannot be loaded: {_first_line(error)}; expected a Hugging "
                 "Face causal language model with config.json and *.safetensors"
             ) from error
-    _check_complete(path, info)
-    model.config.use_cache = False
-    return model.to(device).eval()
+    return model, info
 
 
 def context_length(path: str) -> int:
@@ -131,7 +145,8 @@ def _check_directory(path: str, field: str, needed: str | None) -> None:
         raise ConfigError(f"{field}: {path!r} has no {needed}; it is not a Hugging Face model")
 
 
-def _check_complete(path: str, info: Mapping[str, Any]) -> None:
+def check_complete(path: str, info: Mapping[str, Any]) -> None:
+    """Raise ``DataError`` naming every tensor that is missing, unexpected or mis-shaped."""
     problems = [
         f"{name} is {label}"
         for key, label in (("missing_keys", "missing"), ("unexpected_keys", "unexpected"))

@@ -13,8 +13,8 @@ from torch import nn
 
 from tandem.config.schema import LoraConfig, TrainConfig
 from tandem.errors import CapabilityError, ConfigError
-from tandem.models.loading import load_causal_lm
-from tandem.train.forward import check_exactness, find_head
+from tandem.models.heads import load_model
+from tandem.train.forward import check_exactness, check_head
 from tandem.train.lora import inject_adapter
 from tandem.train.offload import own_storage
 
@@ -33,7 +33,13 @@ def model_bytes(path: str) -> int:
 
 
 def build_model(
-    path: str, config: TrainConfig, lora: LoraConfig | None, *, seed: int, device: torch.device
+    model_type: str,
+    path: str,
+    config: TrainConfig,
+    lora: LoraConfig | None,
+    *,
+    seed: int,
+    device: torch.device,
 ) -> tuple[Any, Any]:
     """The model, its adapter injected, and the adapter's peft configuration.
 
@@ -45,16 +51,16 @@ def build_model(
     """
     is_half = config.dtype == "bfloat16" and lora is not None
     dtype = torch.bfloat16 if is_half else torch.float32
-    model: Any = load_causal_lm(path, dtype=dtype, device=device)
+    model: Any = load_model(model_type, path, dtype=dtype, device=device, seed=seed)
     own_storage([*model.parameters(), *model.buffers()])
     model.requires_grad_(True)
     _switch_off_dropout(model)
-    find_head(model)
+    check_head(model)
     check_exactness(model, device)
     peft_config = None
     if lora is not None:
         peft_config = inject_adapter(model, lora, seed=seed)
-        find_head(model)
+        check_head(model)
     return model, peft_config
 
 

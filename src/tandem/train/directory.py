@@ -19,11 +19,11 @@ from torch import Tensor
 
 from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.models.directories import new_directory
-from tandem.models.loading import load_causal_lm
+from tandem.models.heads import load_model, pad_apart_from_end
 from tandem.train import lora as adapters
 from tandem.train.export import full_tensors, is_tied
 from tandem.train.ranks import on_first_rank, opened_by_first_rank
-from tandem.train.shards import compact
+from tandem.train.shards import class_name, compact
 from tandem.train.state import (
     copy_from_first_rank,
     read_training_state,
@@ -102,7 +102,7 @@ def load_directory(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         copy_from_first_rank(engine, own, found)
     else:
         own = dict(engine.model.state_dict(keep_vars=True))
-        weights = on_first_rank(engine, lambda: _read_weights(own, meta.path))
+        weights = on_first_rank(engine, lambda: _read_weights(engine, meta.path))
         copy_from_first_rank(engine, own, weights)
 
 
@@ -112,8 +112,9 @@ def _write_model(model: Any, target: Path, tensors: Mapping[str, Tensor]) -> Non
     config = copy.deepcopy(model.config)
     config.use_cache = True
     config.tie_word_embeddings = is_tied(model)
-    config.architectures = [type(model).__name__]
+    config.architectures = [class_name(model)]
     config.dtype = str(floating).removeprefix("torch.")
+    pad_apart_from_end(model, config)
     config.save_pretrained(target)
     if model.can_generate():
         model.generation_config.save_pretrained(target)
@@ -130,8 +131,9 @@ def _write_tokenizer(meta: SaveLoadMeta, target: Path, *, source: str) -> None:
                 shutil.copyfile(Path(source) / name, target / name)
 
 
-def _read_weights(own: Mapping[str, Tensor], path: str) -> Mapping[str, Tensor]:
-    source = load_causal_lm(path, dtype=torch.float32, device="cpu").state_dict()
+def _read_weights(engine: TrainEngine, path: str) -> Mapping[str, Tensor]:
+    model = load_model(engine.model_type, path, dtype=torch.float32, device="cpu")
+    source, own = model.state_dict(), engine.model.state_dict()
     problems = [f"{name} is missing" for name in sorted(own.keys() - source.keys())]
     problems += [
         f"{name} has shape {list(source[name].shape)}, expected {list(own[name].shape)}"

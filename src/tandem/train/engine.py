@@ -67,6 +67,8 @@ class TrainEngine(ABC):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
+    model_type: ClassVar[str] = "language_model"
+    """What the model predicts: tokens, values of states, or scores of whole rows."""
 
     def __init__(
         self,
@@ -81,7 +83,8 @@ class TrainEngine(ABC):
         Raises:
             CapabilityError: it cannot.
         """
-        missing = sorted(_needed_capabilities(config, lora) - self.capabilities)
+        needed = {self.model_type, *_needed_capabilities(config, lora)}
+        missing = sorted(needed - self.capabilities)
         if missing:
             raise CapabilityError(
                 f"{type(self).__name__} lacks {', '.join(missing)}; "
@@ -100,6 +103,7 @@ class TrainEngine(ABC):
         self._optimizer: torch.optim.Optimizer | None = None
         self.peft_config: Any = None
         self._starting_adapter: dict[str, Tensor] | None = None
+        self._starting_head: dict[str, Tensor] = {}
         self._placement = Placement(self._tensors_of)
 
     # --- life cycle ---------------------------------------------------------------------------
@@ -117,6 +121,9 @@ class TrainEngine(ABC):
         learning_rate(self.config.warmup_steps, self.config, self._total_steps)
         self._model = self._build(addr)
         self._optimizer = self._build_optimizer()
+        if self.lora is not None:
+            head = adapters.head_tensors(self._model)
+            self._starting_head = {name: tensor.clone() for name, tensor in head.items()}
         if self.lora is not None and self.lora.adapter_path is not None:
             tensors = adapters.adapter_tensors(self._model)
             self._starting_adapter = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -128,6 +135,7 @@ class TrainEngine(ABC):
         if self._model is not None:
             self._release()
         self._model = self._optimizer = self._starting_adapter = None
+        self._starting_head = {}
         self._placement = Placement(self._tensors_of)
 
     @property
@@ -135,6 +143,11 @@ class TrainEngine(ABC):
         if self._model is None:
             raise EngineError(f"{type(self).__name__}: call initialize() first")
         return self._model
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """What ``forward`` gives and a loss may require of this model type."""
+        return OUTPUTS[self.model_type]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -231,7 +244,9 @@ class TrainEngine(ABC):
             DataError: a bad batch, a row over the token cap, or no weights at all.
         """
         wanted = forward_only if return_outputs is None else return_outputs
-        names = (required_outputs(loss_fn) or OUTPUTS) if wanted else ()
+        names: Collection[str] = ()
+        if wanted:
+            names = required_outputs(loss_fn, self.output_names) or self.output_names
         result = self._run(data, loss_fn, loss_weight_fn, not forward_only, names)
         return BatchOutput(result.outputs, result.loss, result.metrics)
 
@@ -322,11 +337,12 @@ class TrainEngine(ABC):
         post_hook: Callable[[Tensor, TensorDict], Any] | None = None,
         aggregate_fn: Callable[[list[Any]], Any] = torch.cat,
         *,
-        outputs: Collection[str] = OUTPUTS,
+        outputs: Collection[str] | None = None,
         trained_only: bool = False,
     ) -> Any:
-        """Per-token ``outputs`` as a TensorDict ``[B]`` of ``[B, T]`` tensors, in eval mode.
+        """The ``outputs`` (None: ``output_names``) as a TensorDict ``[B]``, in eval mode.
 
+        Per-token ones are ``[B, T]``; ``scores`` and ``bootstrap_values`` are ``[B]``.
         ``trained_only`` leaves 0 at tokens that no loss looks at (``loss_mask`` false, no weight),
         which saves their projection to the vocabulary.
 
@@ -339,23 +355,28 @@ class TrainEngine(ABC):
         if post_hook is not None:
             with self._placement.resident("model"), self._model_mode(False):
                 return aggregate_fn(run_hook(self, input_, post_hook, output_seqlens))
-        if unknown := set(outputs) - set(OUTPUTS):
-            raise DataError(f"outputs: got {sorted(unknown)}, allowed: {list(OUTPUTS)}")
-        result = self._run(input_, None, None, False, outputs, trained_only)
+        names = self.output_names if outputs is None else outputs
+        if unknown := set(names) - set(self.output_names):
+            raise DataError(f"outputs: got {sorted(unknown)}, allowed: {list(self.output_names)}")
+        result = self._run(input_, None, None, False, names, trained_only)
         return TensorDict(dict(result.outputs), batch_size=input_.batch_size)
 
     # --- adapters and the reference policy ----------------------------------------------------
 
     @contextmanager
     def disable_adapter(self, missing_ok: bool = False) -> Iterator[None]:
-        """The base model without its adapter.
+        """The base model without its adapter, a scalar head as it was when training started.
 
-        That is the reference policy unless training started from a trained adapter; ``reference``
-        is right in both cases.
+        For a language model that is the reference policy unless training started from a trained
+        adapter; ``reference`` is right in both cases.
         """
         if self.lora is None and not missing_ok:
             raise EngineError("disable_adapter: there is no adapter; configure model.lora")
-        with self._placement.resident("model"), adapters.adapters_disabled(self.model):
+        with (
+            self._placement.resident("model"),
+            adapters.adapters_disabled(self.model),
+            adapters.adapter_replaced(self.model, self._starting_head),
+        ):
             yield
 
     @contextmanager

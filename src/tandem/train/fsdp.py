@@ -27,14 +27,15 @@ from torch.distributed.tensor import DTensor
 from tandem.config.launcher import launcher_facts
 from tandem.data.packing import PackedRows, pack
 from tandem.errors import CapabilityError, EngineError
+from tandem.models.heads import head_name, scalar_head
 from tandem.train import process_group
 from tandem.train.building import build_model, check_device, enable_checkpointing, model_bytes
 from tandem.train.engine import TrainEngine
-from tandem.train.forward import OUTPUTS, score
+from tandem.train.forward import score
 from tandem.train.mesh import Mesh, build_mesh
 from tandem.train.optim import build_optimizer, gradients, scale_gradients, squared_norm
 from tandem.train.ranks import from_first_rank, on_first_rank
-from tandem.train.shards import local_part, num_copies, own_slice, whole_tensor
+from tandem.train.shards import class_name, local_part, num_copies, own_slice, whole_tensor
 from tandem.train.step import StepResult
 from tandem.train.tensor_parallel import divide_layers
 from tandem.types import Scheduling
@@ -56,7 +57,9 @@ class FSDPTrainEngine(TrainEngine):
             "language_model",
             "lora",
             "offload",
+            "reward_model",
             "tensor_parallel",
+            "value_model",
         }
     )
     _layout: Mesh | None = None
@@ -117,7 +120,12 @@ class FSDPTrainEngine(TrainEngine):
         built = on_first_rank(
             self,
             lambda: build_model(
-                self.model_path, self.config, self.lora, seed=self.seed, device=torch.device("cpu")
+                self.model_type,
+                self.model_path,
+                self.config,
+                self.lora,
+                seed=self.seed,
+                device=torch.device("cpu"),
             ),
         )
         whole, peft_config = built or (None, None)
@@ -136,16 +144,17 @@ class FSDPTrainEngine(TrainEngine):
     def _shard(self, model: Any) -> None:
         if self.layout.tensor is not None:
             divide_layers(model, self.layout.tensor)
-        policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self.config.dtype == "bfloat16" else None,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,
-        )
         blocks = set(model._no_split_modules or ())
         units = [module for module in model.modules() if type(module).__name__ in blocks]
+        heads = [] if head_name(model) is None else [scalar_head(model)]
         # The root is resharded after the forward pass too: a pass without a backward would leave
         # it gathered, and the next one would see old weights.
-        for unit in [*units, model]:
+        for unit in [*units, *heads, model]:
+            policy = MixedPrecisionPolicy(
+                param_dtype=None if unit in heads else self.compute_dtype,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
             fully_shard(
                 unit, mesh=self.layout.sharding, mp_policy=policy, reshard_after_forward=True
             )
@@ -161,11 +170,11 @@ class FSDPTrainEngine(TrainEngine):
         rows = pack(ids, torch.ones_like(ids, dtype=torch.bool))
 
         def expected() -> dict[str, Tensor]:
-            return score(whole, rows, None, OUTPUTS, compute_dtype=whole.dtype)
+            return score(whole, rows, None, self.output_names, compute_dtype=whole.dtype)
 
         with torch.no_grad():
             found = model.score_rows(
-                rows.to(self.device), None, OUTPUTS, compute_dtype=self.compute_dtype
+                rows.to(self.device), None, self.output_names, compute_dtype=self.compute_dtype
             )
             theirs = from_first_rank(self, on_first_rank(self, expected))
         for name, value in theirs.items():
@@ -173,7 +182,7 @@ class FSDPTrainEngine(TrainEngine):
             allowed = 1e-3 if self.config.dtype == "float32" else 0.2
             if not error <= allowed * float(value.abs().max().clamp(min=1.0)):
                 raise CapabilityError(
-                    f"{type(model).__name__}: {name} of the sharded model differ from the whole "
+                    f"{class_name(model)}: {name} of the sharded model differ from the whole "
                     f"model's by {error:.2g}; this architecture cannot be trained with "
                     f"train.parallel.tensor={self.config.parallel.tensor}"
                 )
@@ -242,6 +251,18 @@ class FSDPTrainEngine(TrainEngine):
         part = own_slice(into, whole) if isinstance(into, DTensor) else whole
         with torch.no_grad():
             local_part(into).copy_(part)
+
+
+class FSDPValueEngine(FSDPTrainEngine):
+    """The same with a scalar head, in fp32: the value of every state."""
+
+    model_type = "value_model"
+
+
+class FSDPRewardEngine(FSDPTrainEngine):
+    """The same with a scalar head, in fp32: the score of every row."""
+
+    model_type = "reward_model"
 
 
 def _score_rows(model: Any, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from tandem.types import Scheduling
 
 
 class LocalTrainEngine(TrainEngine):
-    """Trains a Hugging Face causal language model on one device.
+    """Trains a Hugging Face model on one device.
 
     Trainable parameters, gradients and optimizer state are fp32; ``dtype=bfloat16`` computes under
     autocast. A frozen base under an adapter is held in the compute dtype. Dropout of the model's
@@ -25,7 +25,15 @@ class LocalTrainEngine(TrainEngine):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"bfloat16", "gradient_checkpointing", "language_model", "lora", "offload"}
+        {
+            "bfloat16",
+            "gradient_checkpointing",
+            "language_model",
+            "lora",
+            "offload",
+            "reward_model",
+            "value_model",
+        }
     )
 
     @property
@@ -67,7 +75,12 @@ class LocalTrainEngine(TrainEngine):
         device = self.device
         check_device(device)
         model, self.peft_config = build_model(
-            self.model_path, self.config, self.lora, seed=self.seed, device=device
+            self.model_type,
+            self.model_path,
+            self.config,
+            self.lora,
+            seed=self.seed,
+            device=device,
         )
         enable_checkpointing(model, self.config)
         return model
@@ -99,3 +112,15 @@ class LocalTrainEngine(TrainEngine):
         assert full is not None
         with torch.no_grad():
             into.copy_(full)
+
+
+class LocalValueEngine(LocalTrainEngine):
+    """The same with a scalar head: the value of every state."""
+
+    model_type = "value_model"
+
+
+class LocalRewardEngine(LocalTrainEngine):
+    """The same with a scalar head: the score of every row."""
+
+    model_type = "reward_model"

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ConfigError, DataError
+from tandem.models.heads import head_name, head_parameters, task_type
 
 ADAPTER = "default"
 _FILE = "adapter_model.safetensors"
@@ -27,20 +28,23 @@ _PREFIX = "base_model.model."
 def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
     """Put an fp32 adapter into ``model``, freeze the rest, and return the peft configuration.
 
+    A scalar head is trained in full, in fp32, and belongs to the adapter (``modules_to_save``).
     With ``adapter_path`` the adapter starts from that file, whose own configuration wins.
 
     Raises:
         ConfigError: no adapter there, or a target module that the model does not have.
         DataError: the file's tensors do not fit.
     """
+    head = head_name(model)
     if config.adapter_path is None:
         targets = config.target_modules
         peft_config = peft.LoraConfig(
-            task_type="CAUSAL_LM",
+            task_type=task_type(model),
             r=config.rank,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
+            exclude_modules=None if head is None else [head],
         )
     else:
         if not (Path(config.adapter_path) / "adapter_config.json").is_file():
@@ -49,27 +53,30 @@ def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
             )
         peft_config = peft.LoraConfig.from_pretrained(config.adapter_path)
         peft_config.inference_mode = False
+        peft_config.modules_to_save = None  # peft would wrap the head, which is one parameter here
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(peft_config, model, adapter_name=ADAPTER)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules: {error}") from error
+    trained = _trained(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_adapter(name))
-        if _is_adapter(name):
+        parameter.requires_grad_(name in trained)
+        if name in trained:
             parameter.data = parameter.data.float()
+    if head is not None:
+        peft_config.modules_to_save = [head]
     if config.adapter_path is not None:
         _copy(adapter_tensors(model), read_adapter(model, config.adapter_path))
     return peft_config
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
-    """Adapter parameters under the names of adapter files."""
+    """Adapter parameters, a scalar head among them, under the names of adapter files."""
     return {
         _PREFIX + name.replace(f".{ADAPTER}", ""): parameter.detach()
-        for name, parameter in model.named_parameters()
-        if _is_adapter(name)
+        for name, parameter in _trained(model).items()
     }
 
 
@@ -86,10 +93,16 @@ def adapters_disabled(model: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def head_tensors(model: Any) -> dict[str, Tensor]:
+    """The scalar head alone, under the names of adapter files; empty for a language model."""
+    return {_PREFIX + name: p.detach() for name, p in head_parameters(model).items()}
+
+
 @contextmanager
 def adapter_replaced(model: Any, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """The model with the adapter values ``tensors`` in place of its own."""
-    current = adapter_tensors(model)
+    """The model with the adapter values ``tensors`` in place of its own; others stay."""
+    own = adapter_tensors(model)
+    current = {name: own[name] for name in tensors}
     kept = {name: tensor.clone() for name, tensor in current.items()}
     _copy(current, tensors)
     try:
@@ -108,7 +121,7 @@ def merged_weight(
     whole = {
         f"layer.{name}": full_tensor(parameter.detach())
         for name, parameter in module.named_parameters()
-        if _is_adapter(f".{name}")
+        if name.startswith("lora_")
     }
     delta = torch.func.functional_call(_Delta(module), whole, ())
     return (weight.float() + delta.float()).to(weight.dtype)
@@ -166,5 +179,11 @@ def _copy(into: dict[str, Tensor], source: dict[str, Tensor]) -> None:
             tensor.copy_(source[name])
 
 
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name
+def _trained(model: Any) -> dict[str, torch.nn.Parameter]:
+    """What trains beside a frozen base: the low-rank matrices and a scalar head."""
+    head = head_parameters(model)
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name or name in head
+    }

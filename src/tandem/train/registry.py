@@ -20,10 +20,14 @@ DEVICES = ("cuda", "npu", "cpu")
 ENTRY_POINTS = "tandem.train_engines"
 
 BUILT_IN: dict[Key, str] = {
-    ("language_model", "local", "cpu"): "tandem.train.local:LocalTrainEngine",
-    ("language_model", "local", "cuda"): "tandem.train.local:LocalTrainEngine",
-    ("language_model", "fsdp", "cpu"): "tandem.train.fsdp:FSDPTrainEngine",
-    ("language_model", "fsdp", "cuda"): "tandem.train.fsdp:FSDPTrainEngine",
+    (model_type, backend, device): f"tandem.train.{backend}:{prefix}{name}"
+    for backend, prefix in (("local", "Local"), ("fsdp", "FSDP"))
+    for model_type, name in (
+        ("language_model", "TrainEngine"),
+        ("value_model", "ValueEngine"),
+        ("reward_model", "RewardEngine"),
+    )
+    for device in ("cpu", "cuda")
 }
 
 

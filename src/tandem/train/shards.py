@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -47,6 +48,11 @@ def own_slice(sharded: DTensor, whole: Tensor) -> Tensor:
         sharded.shape, sharded.device_mesh, sharded.placements
     )
     return whole[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+
+
+def class_name(model: nn.Module) -> str:
+    """Name of the class of ``model`` as it was before sharding gave it one of its own."""
+    return next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule)).__name__
 
 
 def num_copies(tensor: Tensor) -> int:

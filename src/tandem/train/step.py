@@ -19,7 +19,7 @@ from torch import Tensor
 from tandem.data.batch import WEIGHT_KEYS, Layout, check_batch, to_padded
 from tandem.data.packing import PackedRows, cut_microbatches, dummy_rows, pack
 from tandem.errors import DataError
-from tandem.train.forward import OUTPUTS
+from tandem.train.forward import ROW_OUTPUTS
 from tandem.train.ranks import on_all_ranks
 from tandem.types import LossFn, Metric, Reduction
 
@@ -44,14 +44,14 @@ class StepResult:
     has_weight: bool
 
 
-def required_outputs(loss_fn: LossFn | None) -> frozenset[str]:
-    """The outputs a loss asks for by its attribute ``required_outputs``."""
+def required_outputs(loss_fn: LossFn | None, allowed: Collection[str]) -> frozenset[str]:
+    """The outputs a loss asks for by its attribute ``required_outputs``; all must be allowed."""
     if loss_fn is None:
         return frozenset()
     names = frozenset(getattr(loss_fn, "required_outputs", {"train_logprobs"}))
-    if unknown := names - set(OUTPUTS):
+    if unknown := names - set(allowed):
         raise DataError(
-            f"loss_fn.required_outputs: got {sorted(unknown)}, allowed here: {list(OUTPUTS)}"
+            f"loss_fn.required_outputs: got {sorted(unknown)}, allowed here: {list(allowed)}"
         )
     return names
 
@@ -75,7 +75,7 @@ def run_microbatches(
     """
     batch, layout, plan = _prepared(engine, data, loss_fn)
     shares = _shares(engine, batch, plan, loss_fn, loss_weight_fn)
-    names = required_outputs(loss_fn)
+    names = required_outputs(loss_fn, engine.output_names)
     collector = Collector(batch, keep)
     losses: list[Tensor] = []
     metrics: list[Mapping[str, Metric]] = []
@@ -260,11 +260,13 @@ def _merge(total: Partial, name: str, entry: tuple[float, float, Reduction]) -> 
 
 
 class Collector:
-    """Per-token outputs of all micro-batches, gathered in the order of the batch."""
+    """Outputs of all micro-batches, gathered in the order of the batch."""
 
     def __init__(self, batch: TensorDict, names: Collection[str]) -> None:
         ids = batch["input_ids"]
-        self.outputs = {name: torch.zeros(ids.shape, device=ids.device) for name in names}
+        self.outputs = {
+            name: torch.zeros(_shape(name, *ids.shape), device=ids.device) for name in names
+        }
 
     def add(self, rows: Sequence[int], outputs: Mapping[str, Tensor]) -> None:
         for name, target in self.outputs.items():
@@ -299,12 +301,16 @@ def _score(
     if packed is None or not packed.lengths:
         # Rows without tokens, or no rows at all: other ranks may still need this one's pass.
         dummy = engine._score(dummy_rows().to(engine.device), None, names)
-        shape = (len(rows), batch["input_ids"].shape[1])
+        width = batch["input_ids"].shape[1]
         return {
-            name: value.sum() * value.new_zeros((*shape, *value.shape[2:]))
+            name: value.sum() * value.new_zeros((*_shape(name, len(rows), width), *value.shape[2:]))
             for name, value in dummy.items()
         }
     return engine._score(packed.to(engine.device), temperature, names)
+
+
+def _shape(name: str, num_rows: int, width: int) -> tuple[int, ...]:
+    return (num_rows,) if name in ROW_OUTPUTS else (num_rows, width)
 
 
 def _check_lengths(output_seqlens: Sequence[int] | None, num_rows: int) -> None:
@@ -418,7 +424,10 @@ def _result(
         math.fsum(column) for column in zip(*(own for own, _ in found), strict=True)
     )
     return StepResult(
-        outputs={name: layout.restore(value) for name, value in collector.outputs.items()},
+        outputs={
+            name: value if name in ROW_OUTPUTS else layout.restore(value)
+            for name, value in collector.outputs.items()
+        },
         loss=loss,
         metrics=finish_metrics(partial for _, partial in found),
         num_rows=int(rows),

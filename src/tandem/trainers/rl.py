@@ -30,7 +30,7 @@ from tandem.algorithms.objective import PolicyObjective
 from tandem.checkpoint import staging
 from tandem.config import RLConfig
 from tandem.data.prompts import PromptSource, open_prompts
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, EngineError
 from tandem.models.loading import context_length, load_tokenizer, resolve_model
 from tandem.observe import (
     Progress,
@@ -287,6 +287,11 @@ class RLSession:
             raise AssertionError(
                 f"trained on a token {state.max_staleness_seen} versions old, allowed: "
                 f"{self.config.rollout.max_staleness}"
+            )
+        if self.config.inference.deterministic and state.mismatch_max > 0:
+            raise EngineError(
+                "inference.deterministic: under the same weights a log-probability of the sampler "
+                f"is {state.mismatch_max:g} from the train engine's, allowed: 0"
             )
         state.rewards.append(metrics.get("reward/mean"))
         self.run.metrics.log(state.step, metrics)

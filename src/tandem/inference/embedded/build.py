@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.schema import InferenceConfig
 from tandem.errors import CapabilityError, ConfigError
+from tandem.inference.embedded.bits import check_bits
 from tandem.inference.embedded.core import EmbeddedCore
 from tandem.inference.embedded.requests import ModelLimits
 from tandem.models.cache import CacheContext, KVCache, PrefillGroup
@@ -45,7 +46,7 @@ def build_core(
     has_tokenizer = any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
     tokenizer = load_tokenizer(source) if has_tokenizer else None
     probe(model, tolerance=PROBE_TOLERANCE[config.dtype])
-    return EmbeddedCore(
+    core = EmbeddedCore(
         model,
         ModelLimits(
             vocab_size=int(model.config.get_text_config().vocab_size),
@@ -57,6 +58,9 @@ def build_core(
         max_batch_size=config.max_batch_size,
         recompute_on_update=config.kv_on_update == "recompute",
     )
+    if config.deterministic:
+        check_bits(core)
+    return core
 
 
 @torch.inference_mode()

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tandem.models.normaliser import SUM_BLOCK, ExpSums, combine_exp_sums, exp_sums
 from tandem.types import GenerationConfig
 
 UInt64s = npt.NDArray[np.uint64]
@@ -64,6 +65,32 @@ class History:
     lengths: Int64s
 
 
+def draw(logits_NV: Tensor, sums: ExpSums, uniform_N: Tensor) -> Tensor:
+    """One token id a row ``[N, 1]`` by inverse CDF: first its block of the vocabulary, then itself.
+
+    ``uniform_N`` are float64 in [0, 1). A row without a finite distribution gets any id.
+    """
+    top = sums.top.amax(1, keepdim=True)
+    masses = sums.total.double() * (sums.top - top).double().exp()
+    cdf = masses.cumsum(1)
+    target = _below(uniform_N[:, None] * cdf[:, -1:], cdf)
+    block = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)
+    target = (target - (cdf.gather(1, block) - masses.gather(1, block))).clamp_(min=0)
+    width = min(SUM_BLOCK, logits_NV.shape[1])
+    columns = block * SUM_BLOCK + torch.arange(width, device=block.device)
+    inside = columns < logits_NV.shape[1]
+    local = logits_NV.gather(1, columns.clamp(max=logits_NV.shape[1] - 1))
+    cdf = ((local - top).double().exp() * inside).cumsum(1)
+    index = torch.searchsorted(cdf, _below(target, cdf), right=True).clamp_(max=width - 1)
+    return (block * SUM_BLOCK + index).clamp_(max=logits_NV.shape[1] - 1)
+
+
+def _below(target: Tensor, cdf: Tensor) -> Tensor:
+    """``target``, kept under the last entry of ``cdf`` where rounding reached it."""
+    last = cdf[:, -1:]
+    return torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
+
+
 class Sampler:
     """The options of a fixed set of running sequences, laid out for batched use.
 
@@ -106,22 +133,19 @@ class Sampler:
         self._shape_logits(logits, history)
         best = logits.argmax(dim=-1, keepdim=True) if self._greedy is not None else None
         if self._temperature is not None:
-            logits.div_(self._temperature)
+            logits.mul_(self._temperature.reciprocal())
         if self._top_k is not None or self._top_p is not None:
             self._keep_top(logits)
         if self._min_p is not None:
             floor = logits.amax(dim=-1, keepdim=True) + self._min_p.log()
             logits.masked_fill_(logits < floor, float("-inf"))
         uniform = torch.from_numpy(uniforms(self._seeds, history.lengths)).to(self._device)
-        peak = logits.amax(dim=-1, keepdim=True)
-        cdf = (logits - peak).exp_().cumsum(dim=-1, dtype=torch.float64)
-        total = cdf[:, -1:]
-        ids = torch.searchsorted(cdf, uniform[:, None] * total, right=True)
-        ids.clamp_(max=logits.shape[1] - 1)
+        sums = exp_sums(logits)
+        ids = draw(logits, sums, uniform)
         if self._greedy is not None and best is not None:
             ids = torch.where(self._greedy, best, ids)
-        logprobs = (logits.gather(1, ids) - peak).double() - total.log()
-        return ids[:, 0].cpu().numpy(), logprobs[:, 0].float().cpu().numpy()
+        logprobs = combine_exp_sums([sums]).logprobs(logits.gather(1, ids)[:, 0])
+        return ids[:, 0].cpu().numpy(), logprobs.float().cpu().numpy()
 
     def _shape_logits(self, logits: Tensor, history: History) -> None:
         if self._bias is not None:
