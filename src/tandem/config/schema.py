@@ -95,6 +95,25 @@ class OptimizerConfig(Section):
         return value
 
 
+class ParallelConfig(Section):
+    """How the ranks of a sharded backend divide the work.
+
+    Ranks that are left after ``tensor``, ``sequence`` and ``replicate`` shard parameters, gradients
+    and optimizer state. Each data-parallel rank has rows of its own; tensor-parallel ranks see the
+    same rows.
+    """
+
+    tensor: PositiveInt = Field(1, description="ranks that compute each layer together")
+    replicate: PositiveInt = Field(
+        1, description="hybrid sharding: whole copies of the model, each sharded over its own ranks"
+    )
+    sequence: PositiveInt = Field(1, description="ranks that share each sequence")
+    reduce_per_microbatch: bool = Field(
+        True, description="False: once a batch; less communication, whole gradients on every rank"
+    )
+    timeout_s: PositiveFloat = Field(1800.0, description="how long a rank waits for the others")
+
+
 class TrainConfig(OptimizerConfig):
     """The train engine and its optimizer; ``train.lr`` and friends are the optimizer's."""
 
@@ -107,6 +126,7 @@ class TrainConfig(OptimizerConfig):
     offload_params: bool = False
     offload_optimizer: bool = False
     offload_grads: bool = False
+    parallel: ParallelConfig = ParallelConfig()
 
 
 class InferenceConfig(Section):

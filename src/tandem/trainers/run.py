@@ -27,8 +27,9 @@ import yaml
 
 from tandem.checkpoint import BackgroundWriter, CheckpointDir, check_store, latest, supersede_newer
 from tandem.config import Root, TrainConfig, load_config, to_yaml
+from tandem.config.launcher import launcher_facts
 from tandem.config.resume import check_resume
-from tandem.errors import ConfigError, Preempted
+from tandem.errors import CapabilityError, ConfigError, Preempted
 from tandem.files import write_durably
 from tandem.observe import MetricsLogger, setup_logging
 from tandem.observe.metrics import METRICS_FILE
@@ -124,7 +125,9 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         ConfigError: the directory holds a run and ``resume`` is off, or the reverse, or a key was
             changed that may not change on resume.
         CheckpointError: checkpoints exist and none can be trusted.
+        CapabilityError: a launcher started several ranks.
     """
+    _check_alone()
     _check_machine(config)
     directory = Path(config.run.output_dir) / config.run.name
     config_file = directory / "config.yaml"
@@ -162,6 +165,16 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
             if config.checkpoint.background:
                 writer = stack.enter_context(BackgroundWriter())
             yield Run(config, directory, incarnation, metrics, stop, checkpoint, writer)
+
+
+def _check_alone() -> None:
+    """Several ranks would each train on all rows and write the same run directory."""
+    world_size = launcher_facts().world_size
+    if world_size > 1:
+        raise CapabilityError(
+            f"WORLD_SIZE: got {world_size}, allowed here: 1; a run drives one rank. Sharded "
+            "engines are driven from Python, see docs/distributed.md"
+        )
 
 
 def _check_machine(config: Root) -> None:
