@@ -12,6 +12,7 @@ import typer
 
 from tandem import __version__
 from tandem.cli import (
+    conformance,
     data,
     doctor,
     dpo,
@@ -19,8 +20,10 @@ from tandem.cli import (
     generate,
     model,
     quickstart,
+    replay,
     reward,
     rl,
+    rollouts,
     serve,
     sft,
     status,
@@ -45,8 +48,11 @@ app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
 app.command("serve")(serve.serve)
 app.add_typer(model.app, name="model")
+app.command("rollouts")(rollouts.rollouts)
+app.command("replay")(replay.replay)
 app.add_typer(data.app, name="data")
 app.command("status")(status.status)
+app.command("conformance")(conformance.conformance)
 app.command("doctor")(doctor.doctor)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tandem.config.urls import check_scheme
 from tandem.types import GenerationConfig
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -29,6 +30,9 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0
     threads: PositiveInt | None = Field(
         None, description="torch threads of the training process; None: cores minus the generator's"
+    )
+    stall_timeout_s: PositiveFloat = Field(
+        1800.0, description="the run ends with an error when nothing at all moved for so long"
     )
 
 
@@ -91,6 +95,25 @@ class OptimizerConfig(Section):
         return value
 
 
+class ParallelConfig(Section):
+    """How the ranks of a sharded backend divide the work.
+
+    Ranks that are left after ``tensor``, ``sequence`` and ``replicate`` shard parameters, gradients
+    and optimizer state. Each data-parallel rank has rows of its own; tensor-parallel ranks see the
+    same rows.
+    """
+
+    tensor: PositiveInt = Field(1, description="ranks that compute each layer together")
+    replicate: PositiveInt = Field(
+        1, description="hybrid sharding: whole copies of the model, each sharded over its own ranks"
+    )
+    sequence: PositiveInt = Field(1, description="ranks that share each sequence")
+    reduce_per_microbatch: bool = Field(
+        True, description="False: once a batch; less communication, whole gradients on every rank"
+    )
+    timeout_s: PositiveFloat = Field(1800.0, description="how long a rank waits for the others")
+
+
 class TrainConfig(OptimizerConfig):
     """The train engine and its optimizer; ``train.lr`` and friends are the optimizer's."""
 
@@ -103,6 +126,7 @@ class TrainConfig(OptimizerConfig):
     offload_params: bool = False
     offload_optimizer: bool = False
     offload_grads: bool = False
+    parallel: ParallelConfig = ParallelConfig()
 
 
 class InferenceConfig(Section):
@@ -291,8 +315,33 @@ class CheckpointConfig(Section):
         "have checkpoint_every",
     )
     keep: PositiveInt | None = 2
-    upload_url: str | None = None
+    background: bool = Field(
+        False,
+        description="training goes on while a checkpoint is written; costs a second copy of model "
+        "and optimizer in memory, and the newest checkpoint may not be on disk yet when a run is "
+        "killed",
+    )
+    upload_url: str | None = Field(None, description="any fsspec URL; gets a copy of each")
     export_model: bool = True
+
+    @field_validator("upload_url")
+    @classmethod
+    def _known_store(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_scheme(value)
+        return value
+
+
+class StoreConfig(Section):
+    """How long the trajectory store keeps what was trained on or dropped.
+
+    What the oldest kept checkpoint may need stays in any case.
+    """
+
+    keep_steps: PositiveInt | None = Field(None, description="steps of training; None: all")
+    max_size_mb: PositiveInt = Field(
+        2048, description="contents beyond it go, the oldest first (MiB)"
+    )
 
 
 class TrackingConfig(Section):
@@ -431,6 +480,7 @@ class RLConfig(Root):
     inference: InferenceConfig = InferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    store: StoreConfig = StoreConfig()
     eval: EvalConfig = EvalConfig()
     steps: PositiveInt = 100
 
