@@ -18,12 +18,13 @@ from typing import Any
 
 from machine import parser, report
 
-from tandem.config import resolve_recipe
+from tandem.config import load_config, resolve_recipe
 
 
 def run_once(recipe: str, seed: int, overrides: list[str], output_dir: str) -> dict[str, Any]:
     name = f"{recipe}-seed{seed}"
-    command = [sys.executable, "-m", "tandem", "rl", str(resolve_recipe(recipe))]
+    path = resolve_recipe(recipe)
+    command = [sys.executable, "-m", "tandem", load_config(path).kind, str(path)]
     command += [f"run.seed={seed}", f"run.name={name}", f"run.output_dir={output_dir}"]
     started = time.perf_counter()
     subprocess.run([*command, *overrides], check=True, stdout=sys.stderr)
@@ -32,12 +33,12 @@ def run_once(recipe: str, seed: int, overrides: list[str], output_dir: str) -> d
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    return summary | {
-        "process_wall_s": wall_s,
-        "reward_first5": statistics.mean(rewards[:5]),
-        "reward_last5": statistics.mean(rewards[-5:]),
-        "rewards": rewards,
-    }
+    figures: dict[str, Any] = {"process_wall_s": wall_s}
+    if rewards:
+        figures["reward_first5"] = statistics.mean(rewards[:5])
+        figures["reward_last5"] = statistics.mean(rewards[-5:])
+        figures["rewards"] = rewards
+    return summary | figures
 
 
 def main() -> None:
@@ -52,8 +53,14 @@ def main() -> None:
         runs = [run_once(options.recipe, seed, options.set, folder) for seed in options.seeds]
     peak_mib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
     figures: dict[str, Any] = {"recipe": options.recipe, "overrides": options.set, "runs": runs}
-    for key in ("accuracy_before", "accuracy_after", "process_wall_s", "mismatch_max"):
-        values = [run[key] for run in runs if run[key] is not None]
+    for key in (
+        "accuracy_before",
+        "accuracy_after",
+        "margin_after",
+        "process_wall_s",
+        "mismatch_max",
+    ):
+        values = [run[key] for run in runs if run.get(key) is not None]
         if values:
             figures[key] = {
                 "min": min(values),

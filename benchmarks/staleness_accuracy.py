@@ -1,16 +1,29 @@
 """Whether asynchronous runs reach what synchronous ones reach: one recipe, both ways, many seeds.
 
 python benchmarks/staleness_accuracy.py quickstart --seeds 0 1 2 3 4 --problems 1000
+
+The synchronous run of a seed starts from the model that the asynchronous one was warmed up to, so
+that nothing but the RL phase differs.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+from pathlib import Path
 from typing import Any
 
 from machine import parser, report
 from recipe import run_once
+
+KEYS = (
+    "seed",
+    "accuracy_before",
+    "accuracy_after",
+    "max_staleness_seen",
+    "mismatch_max",
+    "train_s",
+)
 
 
 def main() -> None:
@@ -21,21 +34,23 @@ def main() -> None:
     arguments.add_argument("--set", nargs="*", default=[], help="section.key=value overrides")
     options = arguments.parse_args()
     overrides = [f"eval.data.size={options.problems}", *options.set]
-    ways = {"asynchronous": [], "synchronous": ["rollout.max_staleness=0"]}
-    figures: dict[str, Any] = {"recipe": options.recipe, "seeds": options.seeds}
-    for name, changes in ways.items():
+    found: dict[str, list[dict[str, Any]]] = {"asynchronous": [], "synchronous": []}
+    for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            runs = [
-                run_once(options.recipe, seed, [*overrides, *changes], folder)
-                for seed in options.seeds
-            ]
-        figures[name] = {
-            "accuracy_after": [run["accuracy_after"] for run in runs],
-            "mean": statistics.mean(run["accuracy_after"] for run in runs),
-            "max_staleness_seen": max(run["max_staleness_seen"] for run in runs),
-            "train_s": statistics.mean(run["train_s"] for run in runs),
-        }
-    figures["difference"] = figures["asynchronous"]["mean"] - figures["synchronous"]["mean"]
+            run = run_once(options.recipe, seed, overrides, f"{folder}/asynchronous")
+            warm = Path(run["model_dir"]).parent / "warmup" / "model"
+            start = (
+                ["warmup=null", "model.tiny=null", f"model.path={warm}"] if warm.exists() else []
+            )
+            changes = [*overrides, "rollout.max_staleness=0", *start]
+            other = run_once(options.recipe, seed, changes, f"{folder}/synchronous")
+        for name, summary in (("asynchronous", run), ("synchronous", other)):
+            found[name].append({key: summary[key] for key in KEYS})
+    means = {
+        name: statistics.mean(r["accuracy_after"] for r in runs) for name, runs in found.items()
+    }
+    figures: dict[str, Any] = {"recipe": options.recipe, "problems": options.problems, **found}
+    figures |= {"means": means, "difference": means["asynchronous"] - means["synchronous"]}
     report(figures, options.json)
 
 

@@ -27,9 +27,10 @@ def test_relative_links_lead_somewhere(path: Path) -> None:
 
 def test_readme_configurations_are_valid() -> None:
     texts = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
-    rl, sft = (load_config(parse_yaml(text)) for text in texts)
+    rl, sft, dpo = (load_config(parse_yaml(text)) for text in texts)
     assert rl.rollout.reward.name == "my_reward.py:score"
     assert sft.sft.data.path == "demonstrations.jsonl"
+    assert dpo.dpo.data.path == "pairs.jsonl"
 
 
 def test_readme_names_every_verb_and_no_other() -> None:

@@ -25,7 +25,9 @@ PUBLIC = {
     "WeightUpdateMeta",
     "__version__",
     "load_config",
+    "run_dpo",
     "run_eval",
+    "run_reward",
     "run_rl",
     "run_sft",
 }

@@ -19,6 +19,8 @@ _EXPORTS = {
     "RolloutWorkflow": "tandem.rollout",
     "SingleTurnWorkflow": "tandem.rollout",
     "run_sft": "tandem.trainers",
+    "run_dpo": "tandem.trainers",
+    "run_reward": "tandem.trainers",
     "run_rl": "tandem.trainers",
     "run_eval": "tandem.trainers",
     "load_config": "tandem.config",

@@ -74,7 +74,18 @@ def test_no_heavy_package_is_loaded_before_work_begins(
 
 def test_help_lists_every_verb(tandem_command: Any) -> None:
     text = tandem_command("--help").out
-    for verb in ("quickstart", "sft", "rl", "eval", "generate", "model", "status", "doctor"):
+    for verb in (
+        "quickstart",
+        "sft",
+        "dpo",
+        "reward",
+        "rl",
+        "eval",
+        "generate",
+        "model",
+        "status",
+        "doctor",
+    ):
         assert f" {verb} " in text
 
 

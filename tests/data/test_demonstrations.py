@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from tandem.config.schema import DataConfig, SFTStageConfig
 from tandem.data.demonstrations import (
     Demonstration,
-    DemonstrationSource,
     conversation,
+    conversation_rows,
     open_demonstrations,
 )
+from tandem.data.examples import ExampleSource
 from tandem.data.prompts import open_prompts
 from tandem.errors import ConfigError, DataError
-from tests.data.chat import CHATML, FORGETFUL, with_bos, with_template
+from tests.data.chat import CHATML, FAMILIES, FORGETFUL, with_bos, with_template
 
 EOS = 2
 
@@ -36,9 +37,9 @@ def stage(tmp_path: Path) -> Any:
     return write
 
 
-def only(source: DemonstrationSource) -> Demonstration:
+def only(source: ExampleSource[Demonstration]) -> Demonstration:
     assert len(source) == 1
-    return source.demonstration(0, 0)
+    return source.example(0, 0)
 
 
 def targets(row: Demonstration) -> list[int]:
@@ -100,12 +101,69 @@ def test_end_is_learned_even_when_the_template_writes_none() -> None:
     assert tokenizer.decode(targets(row)) == "y\n<eos>"
 
 
-def test_template_that_rewrites_earlier_turns_is_refused_with_the_turn() -> None:
+def test_template_that_rewrites_earlier_turns_makes_a_row_for_each_stretch() -> None:
     tokenizer = with_template(FORGETFUL)
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "why|yes"}]
-    assert tokenizer.decode(targets(conversation(turns, tokenizer, "row 1"))) == "why|yes<eos>"
-    with pytest.raises(DataError, match=r"row 1: the chat template .* messages\[3\]"):
+    rows = conversation_rows([*turns, *turns], tokenizer, "row 1")
+    assert [tokenizer.decode(targets(row)) for row in rows] == ["why|yes<eos>"] * 2
+    assert [tokenizer.decode(row.input_ids) for row in rows] == [
+        "[u]x[a]why|yes<eos>",
+        "[u]x[a]yes<eos>[u]x[a]why|yes<eos>",
+    ]
+    with pytest.raises(DataError, match=r"row 1: the chat template rewrites.* 2 rows"):
         conversation([*turns, *turns], tokenizer, "row 1")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_targets_of_a_family_are_what_its_assistant_says_each_once(family: str) -> None:
+    tokenizer = with_template(FAMILIES[family])
+    roles = ("user", "assistant", "user", "assistant")
+    texts = ("one", "why|first", "two", "why|second")
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+    rows = conversation_rows(messages, tokenizer, "row 1")
+    said = "".join(tokenizer.decode(targets(row)) for row in rows)
+    assert said == "why|first<eos>why|second<eos>"
+    assert len(rows) == (2 if family == "qwen_thinking" else 1)
+    for row, asked in zip(reversed(rows), (3, 1), strict=False):
+        prompt = tokenizer.apply_chat_template(
+            messages[:asked], tokenize=False, add_generation_prompt=True
+        )
+        assert tokenizer.decode(row.input_ids).startswith(prompt)
+        assert row.input_ids.count(1) == (family == "llama")
+        assert not any(row.loss_mask[: row.loss_mask.index(True)])
+
+
+def test_turn_that_does_not_follow_its_prompt_is_an_error_with_its_number() -> None:
+    tokenizer = with_template(CHATML.replace("[a]", "[a]think"))
+    messages = [{"role": r, "content": "x"} for r in ("user", "assistant")]
+    with pytest.raises(DataError, match=r"row 1: the chat template .* messages\[1\]"):
+        conversation(messages, tokenizer, "row 1")
+
+
+def test_trl_prompt_and_completion_may_be_messages(stage: Any) -> None:
+    tokenizer = with_template(CHATML)
+    rows = {
+        "prompt": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ],
+        "completion": [{"role": "assistant", "content": "d"}],
+    }
+    row = only(open_demonstrations(stage(rows), tokenizer))
+    assert tokenizer.decode(targets(row)) == "d<eos>"
+    with pytest.raises(DataError, match="'completion' holds messages and the prompt is text"):
+        open_demonstrations(stage({**rows, "prompt": "a"}), tokenizer)
+
+
+def test_tools_of_a_row_are_rendered(stage: Any) -> None:
+    tokenizer = with_template("{% for t in tools or [] %}{{ t['name'] }} {% endfor %}" + CHATML)
+    messages = [{"role": r, "content": "x"} for r in ("user", "assistant")]
+    for tools in ([{"name": "add"}], '[{"name": "add"}]'):
+        row = only(open_demonstrations(stage({"messages": messages, "tools": tools}), tokenizer))
+        assert tokenizer.decode(row.input_ids) == "add [u]x\n[a]x<eos>"
+    with pytest.raises(DataError, match="'tools'"):
+        open_demonstrations(stage({"messages": messages, "tools": 3}), tokenizer)
 
 
 def test_conversation_without_an_assistant_is_an_error() -> None:
@@ -201,7 +259,7 @@ def spelling(seed: int = 0, **kwargs: Any) -> SFTStageConfig:
 def test_wrong_variant_spells_forwards_with_its_probability(letters: Any) -> None:
     config = spelling(answer_noise="wrong_variant", answer_noise_kwargs={"probability": 0.7})
     source = open_demonstrations(config, letters)
-    texts = [letters.decode(source.demonstration(0, i).input_ids) for i in range(400)]
+    texts = [letters.decode(source.example(0, i).input_ids) for i in range(400)]
     wrong = 0
     for text in texts:
         word, answer = text.removesuffix("<eos>").split(">")
@@ -215,7 +273,7 @@ def test_mistakes_are_a_function_of_the_seed(letters: Any) -> None:
 
     def rows(seed: int) -> list[Demonstration]:
         source = open_demonstrations(config, letters, seed=seed)
-        return [source.demonstration(0, i) for i in range(400)]
+        return [source.example(0, i) for i in range(400)]
 
     assert rows(1) == rows(1) != rows(2)
 
@@ -224,7 +282,7 @@ def test_users_noise_is_loaded_from_its_file(tmp_path: Path, letters: Any) -> No
     path = tmp_path / "noise.py"
     path.write_text("def shout(row, rng, suffix):\n    return row['word'][0] + suffix\n")
     spec = {"answer_noise": f"{path}:shout", "answer_noise_kwargs": {"suffix": "x"}}
-    row = open_demonstrations(spelling(**spec), letters).demonstration(0, 0)
+    row = open_demonstrations(spelling(**spec), letters).example(0, 0)
     word, answer = letters.decode(row.input_ids).split(">", 1)
     assert answer == f"{word[0]}x<eos>"
 

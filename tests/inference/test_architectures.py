@@ -72,10 +72,10 @@ def pair(config: PreTrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
     return reference, model
 
 
-@pytest.mark.parametrize("packs", [True, False], ids=["packed", "plain"])
+@pytest.mark.parametrize("is_fast", [True, False], ids=["fast", "matched"])
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda item: item.model_type)
 def test_logprobs_of_every_family_are_those_of_its_own_attention(
-    config: PreTrainedConfig, packs: bool
+    config: PreTrainedConfig, is_fast: bool
 ) -> None:
     """In chunks, with shared prompts and ragged lengths beyond the sliding window."""
     reference, model = pair(config)
@@ -84,7 +84,7 @@ def test_logprobs_of_every_family_are_those_of_its_own_attention(
         model,
         ModelLimits(VOCABULARY, 128, (EOS,), None),
         WeightVersion("inc", 0),
-        CoreOptions(4, max_tokens_per_pass=24, packs_linears=packs),
+        CoreOptions(4, max_tokens_per_pass=24, is_fast=is_fast),
     )
     given = [
         request(p, seed=i, max_new_tokens=20, ignore_eos=True) for i, p in enumerate(prompts(6))
@@ -156,9 +156,12 @@ def test_a_pass_is_filled_up_only_where_rows_depend_on_their_number() -> None:
         assert min_rows(model, packed) == 1
 
 
-def test_logprobs_do_not_depend_on_other_requests_in_a_single_bit(make_core: MakeCore) -> None:
-    """Same padding of keys, so that the attention kernel does the same for a row."""
-    core, draw = make_core(), random.Random(2)
+@pytest.mark.parametrize("numerics", ["matched", "fast"])
+def test_logprobs_do_not_depend_on_other_requests_in_a_single_bit(
+    make_core: MakeCore, numerics: str
+) -> None:
+    """All of one length, so that fused attention kernels do the same for a row."""
+    core, draw = make_core(numerics=numerics), random.Random(2)
     given = [
         request(
             [draw.randrange(4, 50) for _ in range(20)], seed=i, max_new_tokens=10, ignore_eos=True
@@ -167,7 +170,7 @@ def test_logprobs_do_not_depend_on_other_requests_in_a_single_bit(make_core: Mak
     ]
     together = run(core, given)
     for item, response in zip(given[:4], together, strict=False):
-        (alone,) = run(make_core(), [item])
+        (alone,) = run(make_core(numerics=numerics), [item])
         assert alone.output_tokens == response.output_tokens
         assert alone.output_logprobs == response.output_logprobs
 

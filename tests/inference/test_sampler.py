@@ -211,7 +211,7 @@ def test_the_last_token_can_be_drawn_and_nothing_beyond_it() -> None:
     assert set(drawn.ids.tolist()) == {1, 2}
 
 
-# --- a vocabulary of several tiles, of which only some tokens are candidates ---
+# --- a vocabulary of two blocks, of which only some tokens are candidates ---
 
 DRAWS = 100_000
 VOCABULARY = 300
@@ -220,7 +220,6 @@ VOCABULARY = 300
 @pytest.fixture(autouse=True)
 def _few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.inference.embedded.filters.CANDIDATES", 64)
-    monkeypatch.setattr("tandem.inference.embedded.sampler.TILE", 64)
 
 
 def chi_square_999(freedom: int) -> float:
@@ -283,19 +282,19 @@ def test_a_hundred_thousand_draws_follow_the_exact_distribution(options: dict[st
     assert statistic < chi_square_999(len(cells) - 1)
 
 
-def test_draws_at_tile_borders_follow_the_distribution() -> None:
-    """All weight on tokens 63, 64 and the last one, which lies in a tile that is not full."""
+def test_draws_at_block_borders_follow_the_distribution() -> None:
+    """All weight on tokens 255, 256 and the last one, which lies in a block that is not full."""
     logits = torch.full((900,), float("-inf"))
-    logits[[63, 64, 899]] = torch.tensor([0.0, math.log(2.0), math.log(3.0)])
+    logits[[255, 256, 899]] = torch.tensor([0.0, math.log(2.0), math.log(3.0)])
     rows = [SamplingRow(GenerationConfig(), seed, ()) for seed in range(6000)]
     ones = np.ones(6000, dtype=np.int64)
     drawn = Sampler(rows, torch.device("cpu")).sample(
         logits.repeat(6000, 1), History(np.zeros((6000, 1), dtype=np.int64), ones, ones)
     )
     counts = np.bincount(drawn.ids, minlength=900)
-    assert counts.sum() == counts[[63, 64, 899]].sum()
+    assert counts.sum() == counts[[255, 256, 899]].sum()
     expected = np.array([1000, 2000, 3000])
-    statistic = ((counts[[63, 64, 899]] - expected) ** 2 / expected).sum()
+    statistic = ((counts[[255, 256, 899]] - expected) ** 2 / expected).sum()
     assert statistic < CHI_SQUARE_999[2]
 
 

@@ -298,3 +298,21 @@ def test_a_version_is_that_of_the_step_even_for_requests_that_were_sent_back(
         assert len(response.output_versions) == 70
         assert response.output_versions == sorted(response.output_versions)
         assert set(response.output_versions) == {0, 1}
+
+
+def test_chunks_shared_prefixes_and_preemption_do_not_change_a_bit(make_core: MakeCore) -> None:
+    common = tuple(4 + i % 40 for i in range(37))
+    given = [
+        request((*common[: 9 * i], 5 + i, 6), seed=i, max_new_tokens=30, ignore_eos=True)
+        for i in range(1, 5)
+    ]
+    plain = run(make_core(prefix_cache_mib=0, max_batch_size=1), given)
+    core = make_core(max_tokens_per_pass=13, cache_tokens=128)
+    for _ in range(2):
+        start(core, given)
+        outcomes = drain_checked(core, 4)
+        for ticket, response in enumerate(plain):
+            assert outcomes[ticket].output_tokens == response.output_tokens
+            assert outcomes[ticket].output_logprobs == response.output_logprobs
+    assert core.counters.preempted > 0
+    assert core.shared_tokens > 0

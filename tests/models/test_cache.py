@@ -231,6 +231,21 @@ def test_decoding_beside_chunks_and_copies_equals_plain_attention(window: int | 
     assert_close(out, expected)
 
 
+def test_rows_take_over_the_whole_length_of_another() -> None:
+    cache, parts = KVCache(), packed(sequence(64))
+    cache.reserve(3, 64)
+    context = CacheContext(
+        cache,
+        positions=torch.zeros(0, dtype=torch.int64),
+        max_position=0,
+        groups=[ChunkGroup(0, 0, 64, (1,))],
+        copies=[RowCopy(1, (0, 2), 64)],
+    )
+    context.attend(0, *parts, scaling=0.3, sliding_window=None)
+    for store, given in zip(cache.stores(), parts[1:], strict=True):
+        assert all(torch.equal(store[0][row], given[0]) for row in range(3))
+
+
 def test_filler_tokens_have_no_attention_and_touch_nothing() -> None:
     cache = filled_cache(2, 64)
     before = [item.clone() for store in cache.stores() for item in store.values()]

@@ -12,9 +12,11 @@ from tandem.algorithms.kl import KL_ESTIMATORS, AdaptiveKL, kl_estimate
 from tandem.algorithms.mismatch import mismatch_metrics
 from tandem.algorithms.objective import PolicyObjective
 from tandem.algorithms.policy import POLICY_LOSSES
+from tandem.algorithms.preference_objective import KTOObjective, PairObjective, RewardObjective
 from tandem.algorithms.registry import LOSSES, get_loss
 from tandem.algorithms.sft import sft_loss
 from tandem.algorithms.tokens import logprobs_and_entropy, masked_mean, masked_var, masked_whiten
+from tandem.algorithms.value import ValueObjective
 
 __all__ = [
     "ADVANTAGES",
@@ -25,7 +27,11 @@ __all__ = [
     "POLICY_LOSSES",
     "TOKEN_ADVANTAGES",
     "AdaptiveKL",
+    "KTOObjective",
+    "PairObjective",
     "PolicyObjective",
+    "RewardObjective",
+    "ValueObjective",
     "assign_advantages",
     "behaviour_correction",
     "get_loss",

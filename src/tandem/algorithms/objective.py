@@ -62,30 +62,30 @@ class PolicyObjective:
     def __call__(
         self, outputs: Mapping[str, Tensor], microbatch: TensorDict
     ) -> tuple[Tensor, dict[str, Metric]]:
-        mask = _get(microbatch, "loss_mask").bool()
+        mask = required_key(microbatch, "loss_mask").bool()
         logprobs = outputs["train_logprobs"]
         policy_BT, stats = POLICY_LOSSES[self.policy_loss](
             logprobs,
-            logprobs.detach() if self.single_step else _get(microbatch, "prox_logprobs"),
-            _get(microbatch, "advantages"),
+            logprobs.detach() if self.single_step else required_key(microbatch, "prox_logprobs"),
+            required_key(microbatch, "advantages"),
             mask,
-            **{key: _get(microbatch, key) for key in POLICY_BATCH_KEYS.get(self.policy_loss, ())},
+            **{k: required_key(microbatch, k) for k in POLICY_BATCH_KEYS.get(self.policy_loss, ())},
             **self.policy_kwargs,
         )
-        weights = _get(microbatch, "loss_weights")
+        weights = required_key(microbatch, "loss_weights")
         if "behaviour_weights" in microbatch:
             weights = weights * under_mask(microbatch["behaviour_weights"], mask)
         loss = policy_loss = (weights * policy_BT).sum()
         averages = {f"actor/{name}": value for name, value in stats.items()}
         if self.kl_coef:
             kl_BT = self._kl(logprobs, microbatch, mask)
-            loss = loss + self.kl_coef * (_get(microbatch, "kl_loss_weights") * kl_BT).sum()
+            loss = loss + self.kl_coef * (required_key(microbatch, "kl_loss_weights") * kl_BT).sum()
             averages["actor/kl_loss"] = kl_BT
         if "entropy" in outputs:
             entropy_BT = under_mask(outputs["entropy"], mask)
             averages["actor/entropy"] = entropy_BT
             if self.entropy_coef:
-                bonus = (_get(microbatch, "entropy_loss_weights") * entropy_BT).sum()
+                bonus = (required_key(microbatch, "entropy_loss_weights") * entropy_BT).sum()
                 loss = loss - self.entropy_coef * bonus
         metrics = _token_means(averages, mask)
         metrics["actor/pg_loss"] = Metric(policy_loss.detach(), 1.0, "sum")
@@ -94,7 +94,7 @@ class PolicyObjective:
     def _kl(self, logprobs: Tensor, microbatch: TensorDict, mask: Tensor) -> Tensor:
         kl = kl_estimate(
             under_mask(logprobs, mask),
-            under_mask(_get(microbatch, "ref_logprobs"), mask),
+            under_mask(required_key(microbatch, "ref_logprobs"), mask),
             self.kl_estimator,
             gradient=self.kl_gradient,
         )
@@ -109,7 +109,8 @@ def _check_choice(name: str, value: str, table: Mapping[str, object]) -> None:
         raise ConfigError(f"{name}: got {value!r}, allowed: {', '.join(table)}")
 
 
-def _get(microbatch: TensorDict, key: str) -> Tensor:
+def required_key(microbatch: TensorDict, key: str) -> Tensor:
+    """A key of the batch that the loss cannot do without."""
     value = microbatch.get(key, None)
     if value is None:
         found = ", ".join(sorted(map(str, microbatch.keys())))

@@ -8,7 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.algorithms.objective import PolicyObjective
+from tandem.algorithms.preference_objective import KTOObjective, PairObjective, RewardObjective
 from tandem.algorithms.sft import sft_loss
+from tandem.algorithms.value import ValueObjective
 from tandem.errors import ConfigError
 from tandem.types import LossFn
 
@@ -18,8 +20,12 @@ def _sft() -> LossFn:
 
 
 LOSSES: dict[str, Callable[..., LossFn]] = {
+    "kto": KTOObjective,
     "policy": PolicyObjective,
+    "preference": PairObjective,
+    "reward": RewardObjective,
     "sft": _sft,
+    "value": ValueObjective,
 }
 
 

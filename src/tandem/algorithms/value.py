@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
 import torch
 from torch import Tensor
 
 from tandem.algorithms.tokens import under_mask
 from tandem.errors import ConfigError
+from tandem.types import Metric
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict
 
 
 def value_loss(
@@ -31,3 +39,30 @@ def value_loss(
     old = under_mask(old_values_BT.detach(), mask_BT)
     bounded = (old + (values - old).clamp(-clip, clip) - returns) ** 2
     return 0.5 * torch.maximum(plain, bounded), {"vf_clipfrac": bounded > plain}
+
+
+@dataclass(frozen=True, slots=True)
+class ValueObjective:
+    """``sum(value_loss_weights * value_loss)`` of a batch with ``values`` (old) and ``returns``."""
+
+    clip: float | None = None
+
+    required_outputs: ClassVar[frozenset[str]] = frozenset({"values"})
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], microbatch: TensorDict
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        mask = microbatch["loss_mask"].bool()
+        loss_BT, stats = value_loss(
+            outputs["values"], microbatch["values"], microbatch["returns"], mask, clip=self.clip
+        )
+        count = mask.sum(dtype=torch.float32)
+        clipped = {
+            f"critic/{name}": Metric(
+                (flags & mask).sum(dtype=torch.float32) / count.clamp(min=1), count
+            )
+            for name, flags in stats.items()
+        }
+        value = under_mask(outputs["values"].detach(), mask).sum() / count.clamp(min=1)
+        loss = (microbatch["value_loss_weights"] * loss_BT).sum()
+        return loss, {"critic/value_mean": Metric(value, count), **clipped}

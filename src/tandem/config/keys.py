@@ -25,6 +25,10 @@ SYNONYMS = {
     "max_steps": "steps",
     "model_name_or_path": "path",
     "max_head_offpolicyness": "max_staleness",
+    "loss_type": "loss",
+    "rpo_alpha": "sft_coef",
+    "simpo_gamma": "gamma",
+    "center_rewards_coefficient": "center_coef",
 }
 """Names of other libraries for our keys, used in suggestions only."""
 

@@ -19,10 +19,15 @@ from tandem.config.keys import (
     takes_only_text,
 )
 from tandem.config.parse import parse_yaml
-from tandem.config.schema import RLConfig, Root, SFTConfig
+from tandem.config.schema import DPOConfig, RewardModelConfig, RLConfig, Root, Section, SFTConfig
 from tandem.errors import ConfigError
 
-KINDS: dict[str, type[Root]] = {"sft": SFTConfig, "rl": RLConfig}
+KINDS: dict[str, type[Root]] = {
+    "sft": SFTConfig,
+    "dpo": DPOConfig,
+    "reward": RewardModelConfig,
+    "rl": RLConfig,
+}
 
 
 def load_config(
@@ -34,7 +39,7 @@ def load_config(
     """Read a configuration from a YAML file or a mapping, then apply ``section.key=value``.
 
     Override values are read as YAML, except that keys which take text get it verbatim. ``kind``
-    (``sft`` or ``rl``) must agree with the file's own.
+    (``sft``, ``dpo``, ``reward`` or ``rl``) must agree with the file's own.
 
     Raises:
         ConfigError: missing file, bad YAML, unknown keys (each with a suggestion), or bad values;
@@ -45,6 +50,15 @@ def load_config(
     model = _kind_of(data, {".".join(path): text for path, text in pairs}, kind)
     for path, text in pairs:
         _apply(data, path, _value(model, path, text))
+    return validate(model, data)
+
+
+def validate(model: type[Section], data: Mapping[str, Any]) -> Any:
+    """A section, or a whole configuration, from plain values.
+
+    Raises:
+        ConfigError: every unknown key (with a suggestion) and every bad value, one a line.
+    """
     problems = list(_misused_booleans(model, data))
     try:
         config = model.model_validate(_completed(model, data))
@@ -53,6 +67,19 @@ def load_config(
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return config
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """``section.key=value`` items, the values read as YAML, as nested mappings.
+
+    Raises:
+        ConfigError: an item of another form, or a value that is not YAML.
+    """
+    data: dict[str, Any] = {}
+    for item in overrides:
+        path, text = _split(item)
+        _apply(data, path, parse_yaml(text))
+    return data
 
 
 def resolve_recipe(name: str) -> Path:
@@ -108,8 +135,7 @@ def _kind_of(data: Mapping[str, Any], overrides: Mapping[str, str], kind: str | 
     found = overrides.get("kind", data.get("kind", kind))
     if found not in KINDS:
         raise ConfigError(
-            f"kind: got {found!r}, allowed: {', '.join(KINDS)}; write 'kind: rl' or 'kind: sft' "
-            "into the file"
+            f"kind: got {found!r}, allowed: {', '.join(KINDS)}; write e.g. 'kind: rl' into the file"
         )
     if kind is not None and found != kind:
         raise ConfigError(f"kind: the file is for 'tandem {found}', not 'tandem {kind}'")

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tandem.config.urls import check_scheme
 from tandem.types import GenerationConfig
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -29,6 +30,9 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0
     threads: PositiveInt | None = Field(
         None, description="torch threads of the training process; None: cores minus the generator's"
+    )
+    stall_timeout_s: PositiveFloat = Field(
+        1800.0, description="the run ends with an error when nothing at all moved for so long"
     )
 
 
@@ -91,6 +95,25 @@ class OptimizerConfig(Section):
         return value
 
 
+class ParallelConfig(Section):
+    """How the ranks of a sharded backend divide the work.
+
+    Ranks that are left after ``tensor``, ``sequence`` and ``replicate`` shard parameters, gradients
+    and optimizer state. Each data-parallel rank has rows of its own; tensor-parallel ranks see the
+    same rows.
+    """
+
+    tensor: PositiveInt = Field(1, description="ranks that compute each layer together")
+    replicate: PositiveInt = Field(
+        1, description="hybrid sharding: whole copies of the model, each sharded over its own ranks"
+    )
+    sequence: PositiveInt = Field(1, description="ranks that share each sequence")
+    reduce_per_microbatch: bool = Field(
+        True, description="False: once a batch; less communication, whole gradients on every rank"
+    )
+    timeout_s: PositiveFloat = Field(1800.0, description="how long a rank waits for the others")
+
+
 class TrainConfig(OptimizerConfig):
     """The train engine and its optimizer; ``train.lr`` and friends are the optimizer's."""
 
@@ -103,6 +126,7 @@ class TrainConfig(OptimizerConfig):
     offload_params: bool = False
     offload_optimizer: bool = False
     offload_grads: bool = False
+    parallel: ParallelConfig = ParallelConfig()
 
 
 class InferenceConfig(Section):
@@ -123,8 +147,10 @@ class InferenceConfig(Section):
     prefix_cache_mib: NonNegativeInt = Field(
         256, description="memory for prefixes kept across requests; 0 turns it off"
     )
-    packed_linears: bool = Field(
-        True, description="on a CPU, a second copy of the weights laid out for its matrix kernels"
+    numerics: Literal["matched", "fast"] = Field(
+        "matched",
+        description="matched: float32 on a CPU gives the bits of training's log-probabilities; "
+        "fast: other kernels and a second copy of the weights laid out for them, as in bfloat16",
     )
     compile: Literal["auto", "off", "on"] = Field(
         "off",
@@ -133,6 +159,11 @@ class InferenceConfig(Section):
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     transport: Literal["auto", "inprocess", "shared_memory", "disk"] = "auto"
     threads: PositiveInt = 1
+    deterministic: bool = Field(
+        False,
+        description="start only if generating gives the bits of training's log-probabilities, "
+        "whatever shares the batch; needs float32, the CPU and one thread on both sides",
+    )
     start_timeout_s: PositiveFloat = 120.0
     update_timeout_s: PositiveFloat = 120.0
 
@@ -145,6 +176,26 @@ class InferenceConfig(Section):
             raise ValueError("inference.transport=inprocess needs inference.mode=inprocess")
         return self
 
+    @model_validator(mode="after")
+    def _deterministic(self) -> Self:
+        if not self.deterministic or self.backend == "scripted":
+            return self
+        needed = {
+            "dtype": "float32",
+            "device": "cpu",
+            "threads": 1,
+            "kv_on_update": "recompute",
+            "numerics": "matched",
+            "compile": "off",
+        }
+        for name, value in needed.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"inference.deterministic needs inference.{name}={value}, "
+                    f"got {getattr(self, name)!r}"
+                )
+        return self
+
 
 class RewardConfig(Section):
     """What scores a completion.
@@ -155,9 +206,33 @@ class RewardConfig(Section):
 
     name: str = "auto"
     kwargs: dict[str, Any] = {}
+    per: Literal["completion", "group", "batch"] = Field(
+        "completion", description="what one call sees; group: all completions of a prompt"
+    )
+    batch_size: PositiveInt = Field(64, description="completions of one call, with per=batch")
+    batch_wait_s: NonNegativeFloat = Field(
+        0.05, description="how long a batch is collected, with per=batch"
+    )
+    max_concurrent: PositiveInt | None = Field(None, description="calls at once; None: any number")
     process: bool = False
     workers: PositiveInt = 1
     timeout_s: PositiveFloat = 30.0
+    memory_mb: PositiveInt | None = Field(
+        None, description="address space of a child process; needs process=true"
+    )
+    cpu_s: PositiveFloat | None = Field(
+        None, description="processor seconds of one call; needs process=true"
+    )
+    network: bool = Field(
+        True, description="false: child processes have no network; needs process=true and Linux"
+    )
+
+    @model_validator(mode="after")
+    def _limits_need_a_process(self) -> Self:
+        limited = self.memory_mb is not None or self.cpu_s is not None or not self.network
+        if limited and not self.process:
+            raise ValueError("reward.memory_mb, cpu_s and network=false need reward.process=true")
+        return self
 
 
 class RolloutConfig(Section):
@@ -225,8 +300,8 @@ class DataConfig(Section):
     chat: bool = Field(False, description="render prompts through the tokenizer's chat template")
     answer_noise: str | None = Field(
         None,
-        description="wrong_variant, or path.py:function(row, rng, **kwargs) -> answer, "
-        "for imperfect demonstrations",
+        description="wrong_variant, near_miss, or path.py:function(row, rng, **kwargs) -> answer, "
+        "for imperfect demonstrations, and for the rejected answers of pairs",
     )
     answer_noise_kwargs: dict[str, Any] = {}
     split: Literal["all", "train", "heldout"] = Field(
@@ -265,8 +340,33 @@ class CheckpointConfig(Section):
         "have checkpoint_every",
     )
     keep: PositiveInt | None = 2
-    upload_url: str | None = None
+    background: bool = Field(
+        False,
+        description="training goes on while a checkpoint is written; costs a second copy of model "
+        "and optimizer in memory, and the newest checkpoint may not be on disk yet when a run is "
+        "killed",
+    )
+    upload_url: str | None = Field(None, description="any fsspec URL; gets a copy of each")
     export_model: bool = True
+
+    @field_validator("upload_url")
+    @classmethod
+    def _known_store(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_scheme(value)
+        return value
+
+
+class StoreConfig(Section):
+    """How long the trajectory store keeps what was trained on or dropped.
+
+    What the oldest kept checkpoint may need stays in any case.
+    """
+
+    keep_steps: PositiveInt | None = Field(None, description="steps of training; None: all")
+    max_size_mb: PositiveInt = Field(
+        2048, description="contents beyond it go, the oldest first (MiB)"
+    )
 
 
 class TrackingConfig(Section):
@@ -275,7 +375,7 @@ class TrackingConfig(Section):
     progress: bool = True
 
 
-class SFTStageConfig(Section):
+class StageConfig(Section):
     """One supervised stage: what it reads and for how long."""
 
     data: DataConfig
@@ -284,30 +384,115 @@ class SFTStageConfig(Section):
     batch_size: PositiveInt = 32
     max_length: PositiveInt = 512
     overlong: Literal["error", "filter", "truncate"] = "error"
-    completion_only: bool = True
     checkpoint_every: NonNegativeInt = Field(100, description="steps between; 0: last only")
     train: TrainConfig = TrainConfig()
+
+
+class SFTStageConfig(StageConfig):
+    completion_only: bool = True
+
+
+class DPOStageConfig(StageConfig):
+    """Training on preferences; ``batch_size`` counts pairs, with ``loss=kto`` single responses."""
+
+    loss: Literal["sigmoid", "hinge", "ipo", "robust", "simpo", "orpo", "kto"] = "sigmoid"
+    beta: PositiveFloat = 0.1
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    length_normalised: bool | None = Field(
+        None, description="divide log-ratios by the response's tokens; None: ipo, simpo, orpo only"
+    )
+    gamma: NonNegativeFloat | None = Field(None, description="simpo's target margin; None: 0.5")
+    sft_coef: NonNegativeFloat = Field(0.0, description="times the chosen response's SFT loss")
+    desirable_weight: PositiveFloat = Field(1.0, description="kto")
+    undesirable_weight: PositiveFloat = Field(1.0, description="kto")
+    reference: Literal["auto", "precompute", "columns"] = Field(
+        "auto",
+        description="log-probabilities of the reference: auto, of each batch by the initial policy "
+        "(a frozen copy, or the model without its adapter); precompute, of all data before the "
+        "first step; columns, ref_chosen_logps and ref_rejected_logps of the data",
+    )
+
+    @model_validator(mode="after")
+    def _meaningful(self) -> Self:
+        is_kto = self.loss == "kto"
+        unused = {
+            "gamma": self.gamma is not None and self.loss != "simpo",
+            "label_smoothing": self.label_smoothing > 0 and self.loss not in ("sigmoid", "robust"),
+            "length_normalised": self.length_normalised is not None
+            and self.loss in ("simpo", "orpo", "kto"),
+            "sft_coef": self.sft_coef > 0 and is_kto,
+            "desirable_weight": self.desirable_weight != 1 and not is_kto,
+            "undesirable_weight": self.undesirable_weight != 1 and not is_kto,
+            "reference": self.reference != "auto" and self.loss in ("simpo", "orpo", "kto"),
+        }
+        names = [name for name, is_unused in unused.items() if is_unused]
+        if names:
+            raise ValueError(f"dpo.{names[0]} means nothing with dpo.loss={self.loss}; leave it")
+        if is_kto and self.batch_size < 2:
+            raise ValueError("dpo.batch_size must be >= 2 with loss=kto: its baseline needs others")
+        return self
+
+
+class RewardStageConfig(StageConfig):
+    """Training of a reward model on pairs; ``batch_size`` counts pairs."""
+
+    center_coef: NonNegativeFloat = Field(
+        0.0, description="times (r_chosen + r_rejected)^2, which keeps scores around 0"
+    )
 
 
 class Root(Section):
     run: RunConfig = RunConfig()
     model: ModelConfig
-    eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
 
 
-class SFTConfig(Root):
+class SupervisedRoot(Root):
+    @model_validator(mode="after")
+    def _one_interval(self) -> Self:
+        if self.checkpoint.every != CheckpointConfig().every:
+            kind = getattr(self, "kind", "sft")
+            raise ValueError(f"checkpoint.every is for RL; use {kind}.checkpoint_every")
+        return self
+
+
+class SFTConfig(SupervisedRoot):
     kind: Literal["sft"] = "sft"
     sft: SFTStageConfig
     inference: InferenceConfig = InferenceConfig(mode="inprocess")
     reward: RewardConfig = RewardConfig()
+    eval: EvalConfig = EvalConfig()
 
-    @model_validator(mode="after")
-    def _one_interval(self) -> Self:
-        if self.checkpoint.every != CheckpointConfig().every:
-            raise ValueError("checkpoint.every is for RL; use sft.checkpoint_every")
-        return self
+
+class PairEvalConfig(Section):
+    """Held-out preferences, measured before, after and, with ``every``, between."""
+
+    data: DataConfig | None = None
+    every: NonNegativeInt = Field(
+        0, description="steps between evaluations; 0: before and after only"
+    )
+
+
+class PairRoot(SupervisedRoot):
+    """What runs on pairs share; ``warmup`` is an optional supervised stage before."""
+
+    warmup: SFTStageConfig | None = None
+    eval: PairEvalConfig = PairEvalConfig()
+
+
+class DPOConfig(PairRoot):
+    """A run on preferences."""
+
+    kind: Literal["dpo"] = "dpo"
+    dpo: DPOStageConfig
+
+
+class RewardModelConfig(PairRoot):
+    """A run that trains a reward model."""
+
+    kind: Literal["reward"] = "reward"
+    reward: RewardStageConfig
 
 
 class RLConfig(Root):
@@ -320,6 +505,8 @@ class RLConfig(Root):
     inference: InferenceConfig = InferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    store: StoreConfig = StoreConfig()
+    eval: EvalConfig = EvalConfig()
     steps: PositiveInt = 100
 
     @model_validator(mode="after")
@@ -343,4 +530,19 @@ class RLConfig(Root):
             raise ValueError("rollout.min_group_size must be <= rollout.group_size")
         if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.horizon is None:
             raise ValueError("algorithm.horizon is required by seq-mean-token-sum-norm")
+        return self
+
+    @model_validator(mode="after")
+    def _deterministic(self) -> Self:
+        if self.inference.deterministic:
+            found = {
+                "train.dtype": (self.train.dtype, "float32"),
+                "train.device": (self.train.device, "cpu"),
+                "run.threads": (self.run.threads, 1),
+            }
+            for name, (value, needed) in found.items():
+                if value != needed:
+                    raise ValueError(
+                        f"inference.deterministic needs {name}={needed}, got {value!r}"
+                    )
         return self

@@ -1,24 +1,32 @@
 """Demonstrations for supervised training: token rows that know which tokens are targets.
 
-What belongs here: prompt-and-answer rows and chat conversations as ids with a loss mask, the
-``max_length`` policy, and batches with a resumable position. Putting rows into tensors is done in
-``batch.py``.
+What belongs here: prompt-and-answer rows and chat conversations as ids with a loss mask, and the
+``max_length`` policy. Their order is in ``examples.py``, putting them into tensors in ``batch.py``.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from tandem.config.schema import DataConfig, SFTStageConfig
+from tandem.config.schema import DataConfig, SFTStageConfig, StageConfig
+from tandem.data.examples import ExampleSource
 from tandem.data.noise import load_noise
-from tandem.data.order import ShuffledOrder
 from tandem.data.prompts import ids_digest, render_prompt
 from tandem.data.sources import Row, Rows, missing_columns, read_rows
-from tandem.data.text import Message, check_messages, encode, fill, render_chat, text_of
+from tandem.data.text import (
+    Message,
+    check_messages,
+    encode,
+    fill,
+    render_chat,
+    text_of,
+    tools_of,
+)
+from tandem.data.turns import Tools
 from tandem.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -35,56 +43,14 @@ class Demonstration:
     loss_mask: tuple[bool, ...]
 
 
-class DemonstrationSource:
-    """Demonstrations in an order that is a function of (seed, epoch), with a resumable cursor.
-
-    ``dropped`` counts the rows left out, by reason.
-    """
-
-    def __init__(
-        self,
-        rows: Sequence[Demonstration],
-        *,
-        seed: tuple[int, ...] = (0,),
-        shuffle: bool = True,
-        dropped: Mapping[str, int] | None = None,
-    ) -> None:
-        self._rows = rows
-        self.dropped = dict(dropped or {})
-        digest = ids_digest(row.input_ids for row in rows)
-        self._order = ShuffledOrder(len(rows), seed=seed, shuffle=shuffle, digest=digest)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def demonstration(self, epoch: int, position: int) -> Demonstration:
-        return self._rows[self._order.row(epoch, position)]
-
-    def batches(self, size: int, *, epochs: int | None = None) -> Iterator[list[Demonstration]]:
-        """Batches from the cursor to the end of epoch number ``epochs`` (``None``: for ever).
-
-        The last batch of an epoch may be smaller, so that every row is used once an epoch. After a
-        batch has been handed out, ``state_dict`` speaks of the next one.
-        """
-        for addresses in self._order.batches(size, epochs):
-            yield [self.demonstration(*address) for address in addresses]
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._order.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state_dict`` was taken; ``DataError`` when the data have changed."""
-        self._order.load_state_dict(state)
-
-
 def open_demonstrations(
     config: SFTStageConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int = 0
-) -> DemonstrationSource:
+) -> ExampleSource[Demonstration]:
     """Read and tokenise every demonstration of a supervised stage.
 
     A row has ``messages``, or a prompt (as for ``open_prompts``) and an ``answer`` (or
-    ``response``, or ``completion``). The mistakes of ``data.answer_noise`` are a function of
-    (seed, row), the same in every epoch.
+    ``response``, or ``completion``), which may be chat messages too. The mistakes of
+    ``data.answer_noise`` are a function of (seed, row), the same in every epoch.
 
     Raises:
         ConfigError: a setting that the tokenizer or the task cannot honour.
@@ -92,6 +58,7 @@ def open_demonstrations(
             usable row left.
     """
     source = read_rows(config.data)
+    limit = min(config.max_length, config.train.max_tokens_per_microbatch)
     noise = None
     if config.data.answer_noise is not None:
         noise = load_noise(config.data.answer_noise, config.data.answer_noise_kwargs)
@@ -104,59 +71,114 @@ def open_demonstrations(
                 raise ConfigError("data.answer_noise needs rows with an answer, not messages")
             rng = Random(f"{seed}:{config.data.seed}:{index}")
             row = {**row, _answer_column(row, where): noise(row, rng)}
-        demonstration = _tokenise(row, config.data, tokenizer, where)
-        if not config.completion_only:
-            length = len(demonstration.input_ids)
-            demonstration = replace(demonstration, loss_mask=(False, *[True] * (length - 1)))
-        fitted = _fit(demonstration, config, where, dropped)
-        if fitted is not None:
-            rows.append(fitted)
+        for demonstration in row_demonstrations(row, config.data, tokenizer, where):
+            if not config.completion_only:
+                length = len(demonstration.input_ids)
+                demonstration = replace(demonstration, loss_mask=(False, *[True] * (length - 1)))
+            fitted = fit_row(demonstration, limit, config.overlong, where, dropped)
+            if fitted is not None:
+                rows.append(fitted)
     if not rows:
-        raise _nothing_usable(source, config, dropped)
-    return DemonstrationSource(
-        rows, seed=(seed, config.data.seed), shuffle=config.data.shuffle, dropped=dropped
+        raise nothing_usable(source, config, dropped)
+    return ExampleSource(
+        rows,
+        digest=ids_digest(row.input_ids for row in rows),
+        seed=(seed, config.data.seed),
+        shuffle=config.data.shuffle,
+        dropped=dropped,
     )
 
 
 def conversation(
-    messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, where: str
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    tools: Tools | None = None,
+    first_target: int = 0,
 ) -> Demonstration:
+    """``conversation_rows`` where only one row will do.
+
+    Raises:
+        DataError: also for a template that renders the beginning of a conversation differently once
+            the conversation goes on.
+    """
+    rows = conversation_rows(messages, tokenizer, where, tools=tools, first_target=first_target)
+    if len(rows) > 1:
+        raise DataError(
+            f"{where}: the chat template rewrites earlier turns as the conversation goes on, which "
+            f"makes {len(rows)} rows of it where one is needed; split the conversation into one "
+            "row per assistant turn or change the template"
+        )
+    return rows[0]
+
+
+def conversation_rows(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    tools: Tools | None = None,
+    first_target: int = 0,
+) -> list[Demonstration]:
     """A chat conversation: what the assistant says, its end-of-turn token included, is a target.
 
     The ids up to an assistant turn are those of the rendered prompt of that turn, so training sees
-    what generation sees. Whatever follows the last target is cut off.
+    what generation sees. Whatever follows the last target is cut off. A template that rewrites
+    earlier turns once the conversation goes on makes several rows, one for each stretch that it
+    leaves alone; every turn is a target exactly once. Messages before number
+    ``first_target`` are the prompt, assistant turns among them included.
 
     Raises:
-        DataError: no assistant message, or a template that renders the beginning of a conversation
-            differently once the conversation goes on.
+        DataError: no assistant message, or a turn whose rendering does not begin with its prompt.
     """
-    ids: list[int] = []
-    mask: list[bool] = []
-    done = ""
+    rows = [_Stretch()]
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
+        if message["role"] != "assistant" or index < first_target:
             continue
-        before = render_chat(tokenizer, messages[:index], where, generation_prompt=True)
-        after = render_chat(tokenizer, messages[: index + 1], where, generation_prompt=False)
-        if not (before.startswith(done) and after.startswith(before)):
+        before = render_chat(
+            tokenizer, messages[:index], where, generation_prompt=True, tools=tools
+        )
+        after = render_chat(
+            tokenizer, messages[: index + 1], where, generation_prompt=False, tools=tools
+        )
+        if not after.startswith(before):
             raise DataError(
-                f"{where}: the chat template does not extend the conversation at messages[{index}] "
-                "(it rewrites earlier turns), so the assistant's tokens cannot be told apart; "
-                "split the conversation into one row per assistant turn or change the template"
+                f"{where}: the chat template does not render messages[{index}] after the prompt "
+                "that asks for it, so the assistant's tokens cannot be told apart; change the "
+                "template"
             )
-        context = encode(tokenizer, before[len(done) :], where)
+        if not before.startswith(rows[-1].text):
+            rows.append(_Stretch())
+        rows[-1].add(tokenizer, before, after, where)
+    found = [row.finish(tokenizer) for row in rows if any(row.mask)]
+    if not found:
+        raise DataError(f"{where}: messages: no assistant message to learn from")
+    return found
+
+
+@dataclass
+class _Stretch:
+    """Turns that a template renders one after another without changing what came before."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+
+    def add(self, tokenizer: PreTrainedTokenizerBase, before: str, after: str, where: str) -> None:
+        context = encode(tokenizer, before[len(self.text) :], where)
         turn = encode(tokenizer, after[len(before) :], where)
         spoken = _spoken(turn, tokenizer.eos_token_id)
-        ids += [*context, *turn]
-        mask += [False] * len(context) + [i < spoken for i in range(len(turn))]
-        done = after
-    if not any(mask):
-        raise DataError(f"{where}: messages: no assistant message to learn from")
-    end = len(mask) - mask[::-1].index(True)
-    ids, mask = ids[:end], mask[:end]
-    if ids[-1] != tokenizer.eos_token_id:
-        ids, mask = [*ids, int(tokenizer.eos_token_id)], [*mask, True]
-    return _masked(ids, mask)
+        self.ids += [*context, *turn]
+        self.mask += [False] * len(context) + [i < spoken for i in range(len(turn))]
+        self.text = after
+
+    def finish(self, tokenizer: PreTrainedTokenizerBase) -> Demonstration:
+        end = len(self.mask) - self.mask[::-1].index(True)
+        ids, mask = self.ids[:end], self.mask[:end]
+        if ids[-1] != tokenizer.eos_token_id:
+            ids, mask = [*ids, int(tokenizer.eos_token_id)], [*mask, True]
+        return masked(ids, mask)
 
 
 def _spoken(turn: tuple[int, ...], eos: int | None) -> int:
@@ -164,24 +186,38 @@ def _spoken(turn: tuple[int, ...], eos: int | None) -> int:
     return turn.index(eos) + 1 if eos in turn else len(turn)
 
 
-def _tokenise(
+def row_demonstrations(
     row: Row, config: DataConfig, tokenizer: PreTrainedTokenizerBase, where: str
-) -> Demonstration:
+) -> list[Demonstration]:
+    """One row of a data source as token rows, of any length."""
+    tools = tools_of(row, where)
     if _is_conversation(row, config):
         messages = check_messages(row["messages"], where)
         if config.system_prompt is not None:
             messages = [{"role": "system", "content": config.system_prompt}, *messages]
-        return conversation(messages, tokenizer, where)
+        return conversation_rows(messages, tokenizer, where, tools=tools)
     column = _answer_column(row, where)
+    prompt, prompt_ids = render_prompt(row, config, tokenizer, where)
+    if isinstance(row[column], list) and config.answer_template is None:
+        if isinstance(prompt, str):
+            raise DataError(
+                f"{where}: column {column!r} holds messages and the prompt is text; give both as "
+                "messages, or set data.chat=true"
+            )
+        spoken = check_messages(row[column], where)
+        return conversation_rows(
+            [*prompt, *spoken], tokenizer, where, tools=tools, first_target=len(prompt)
+        )
     template = "{" + column + "}" if config.answer_template is None else config.answer_template
     answer = fill(template, row, where)
-    prompt, prompt_ids = render_prompt(row, config, tokenizer, where)
     if not isinstance(prompt, str):
-        spoken: Message = {"role": "assistant", "content": answer}
-        return conversation([*prompt, spoken], tokenizer, where)
+        turn: Message = {"role": "assistant", "content": answer}
+        return conversation_rows(
+            [*prompt, turn], tokenizer, where, tools=tools, first_target=len(prompt)
+        )
     completion = (*encode(tokenizer, answer, where), int(tokenizer.eos_token_id))
     mask = [False] * len(prompt_ids) + [True] * len(completion)
-    return _masked([*prompt_ids, *completion], mask)
+    return [masked([*prompt_ids, *completion], mask)]
 
 
 def _is_conversation(row: Row, config: DataConfig) -> bool:
@@ -191,27 +227,29 @@ def _is_conversation(row: Row, config: DataConfig) -> bool:
 def _answer_column(row: Row, where: str) -> str:
     for column in ANSWER_COLUMNS:
         if column in row:
-            text_of(row, column, where)
+            if not isinstance(row[column], list):
+                text_of(row, column, where)
             return column
     raise missing_columns(row, "'answer' (or 'response', 'completion', or 'messages')", where)
 
 
-def _masked(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration:
+def masked(ids: Sequence[int], mask: Sequence[bool]) -> Demonstration:
+    """A row of ``ids``; its first token is never a target."""
     return Demonstration(tuple(ids), (False, *mask[1:]))
 
 
-def _fit(
-    row: Demonstration, config: SFTStageConfig, where: str, dropped: Counter[str]
+def fit_row(
+    row: Demonstration, limit: int, policy: str, where: str, dropped: Counter[str]
 ) -> Demonstration | None:
-    limit = min(config.max_length, config.train.max_tokens_per_microbatch)
+    """The row within ``limit`` tokens by ``policy`` (``overlong`` of a stage), or None: dropped."""
     if len(row.input_ids) > limit:
-        if config.overlong == "error":
+        if policy == "error":
             raise DataError(
                 f"{where}: the demonstration has {len(row.input_ids)} tokens > {limit} allowed; "
                 "raise max_length (or train.max_tokens_per_microbatch), or set overlong to filter "
                 "or truncate"
             )
-        if config.overlong == "filter":
+        if policy == "filter":
             dropped["too long"] += 1
             return None
         row = Demonstration(row.input_ids[:limit], row.loss_mask[:limit])
@@ -221,9 +259,10 @@ def _fit(
     return row
 
 
-def _nothing_usable(source: Rows, config: SFTStageConfig, dropped: Counter[str]) -> DataError:
+def nothing_usable(source: Rows, config: StageConfig, dropped: Counter[str]) -> DataError:
+    """The error for a stage none of whose rows is left."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in dropped.items())
     return DataError(
-        f"{source.name}: none of {len(source)} demonstrations is usable ({reasons}); "
+        f"{source.name}: none of {len(source)} rows is usable ({reasons}); "
         f"raise max_length (now {config.max_length})"
     )

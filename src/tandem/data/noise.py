@@ -1,6 +1,7 @@
-"""Imperfect demonstrations: functions ``(row, rng, **kwargs) -> answer``.
+"""Wrong answers: functions ``(row, rng, **kwargs) -> answer``.
 
-A user's own is named in ``data.answer_noise`` by Python path; the built-in ones are in ``NOISES``.
+They make imperfect demonstrations, and the rejected answers of preference pairs. A user's own is
+named in ``data.answer_noise`` by Python path; the built-in ones are in ``NOISES``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,25 @@ def wrong_variant(row: Row, rng: Random, *, probability: float, template: str = 
     return str(row["answer"])
 
 
-NOISES: dict[str, AnswerNoise] = {"wrong_variant": wrong_variant}
+def near_miss(row: Row, rng: Random, *, largest: int = 9) -> str:
+    """A slip: a whole number off by 1 to ``largest``, or a text with two characters exchanged.
+
+    A text all of whose characters are equal loses its last one.
+    """
+    answer = str(row["answer"]).strip()
+    if answer.removeprefix("-").isdecimal():
+        return str(int(answer) + rng.choice((-1, 1)) * rng.randint(1, largest))
+    places = [i for i in range(len(answer) - 1) if answer[i] != answer[i + 1]]
+    if not places:
+        return answer[:-1]
+    i = rng.choice(places)
+    return answer[:i] + answer[i + 1] + answer[i] + answer[i + 2 :]
+
+
+NOISES: dict[str, AnswerNoise] = {
+    "near_miss": near_miss,
+    "wrong_variant": wrong_variant,
+}
 
 
 def load_noise(spec: str, kwargs: dict[str, Any]) -> Callable[[Row, Random], str]:

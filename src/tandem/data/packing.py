@@ -33,6 +33,7 @@ class PackedRows:
     targets: Tensor  # [M]
     slots: Tensor  # [M]
     rows: Tensor  # [M]
+    segment_rows: Tensor  # [S], the row that each segment is
     shape: tuple[int, int]  # (B, T)
 
     def unpack(self, values: Tensor) -> Tensor:
@@ -44,8 +45,25 @@ class PackedRows:
         dense = values.new_zeros(size).index_copy(0, self.slots, values)
         return dense.view(*self.shape, *values.shape[1:])
 
+    def last_of_rows(self, values_N: Tensor) -> Tensor:
+        """The value at each row's last token, ``[B]``, zero for rows without tokens.
+
+        Differentiable.
+        """
+        last = torch.tensor(self.lengths, device=values_N.device).cumsum(0) - 1
+        dense = values_N.new_zeros(self.shape[0])
+        return dense.index_copy(0, self.segment_rows, values_N[last])
+
     def to(self, device: torch.device) -> PackedRows:
-        names = ("input_ids", "position_ids", "sources", "targets", "slots", "rows")
+        names = (
+            "input_ids",
+            "position_ids",
+            "sources",
+            "targets",
+            "slots",
+            "rows",
+            "segment_rows",
+        )
         return replace(self, **{name: getattr(self, name).to(device) for name in names})
 
 
@@ -79,6 +97,7 @@ def pack(
         targets=tokens[predicted],
         slots=flat[predicted],
         rows=rows[predicted],
+        segment_rows=lengths.nonzero().squeeze(-1),
         shape=(input_ids_BT.shape[0], input_ids_BT.shape[1]),
     )
 

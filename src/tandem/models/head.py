@@ -10,8 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tandem.errors import DataError
+from tandem.models.invariant import ROWS
+from tandem.models.normaliser import SUM_BLOCK, combine_exp_sums, exp_sums
 
 
 def token_logprobs(
@@ -26,17 +29,24 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """fp32 log-probability of every target, and entropy, of ``softmax((h W' + b) / temperature)``.
 
-    At most about ``chunk * V`` logits exist at a time: the vocabulary is walked in blocks with a
-    running log-sum-exp, forward and backward. The product runs in the dtype of ``hidden_NH``,
-    everything after it in fp32 (float64 if the hidden states are). Differentiable with respect to
-    hidden states, weight and bias, through the entropy too.
+    At most about ``chunk * V`` logits exist at a time (``SUM_BLOCK`` columns at least): the
+    vocabulary is walked in blocks, forward and backward. The product runs in the dtype of
+    ``hidden_NH``, everything after it in fp32 (float64 if the hidden states are). Differentiable
+    with respect to hidden states, weight and bias, through the entropy too.
     """
     if chunk < 1:
         raise DataError(f"chunk: got {chunk}, allowed: an integer >= 1")
+    num_tokens = hidden_NH.shape[0]
+    if padding := max(0, ROWS - num_tokens):
+        hidden_NH = F.pad(hidden_NH, (0, 0, 0, padding))
+        targets_N, temperature_N = (
+            F.pad(targets_N, (0, padding)),
+            F.pad(temperature_N, (0, padding), value=1.0),
+        )
     logprobs, entropy = _TokenLogprobs.apply(
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, with_entropy, chunk
     )
-    return logprobs, entropy if with_entropy else None
+    return logprobs[:num_tokens], entropy[:num_tokens] if with_entropy else None
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -55,33 +65,22 @@ class _TokenLogprobs(torch.autograd.Function):
         scale = temperature.to(dtype).reciprocal()[:, None]
         size = _block_size(hidden.shape[0], weight.shape[0], chunk)
         is_whole = size >= weight.shape[0]
-        top = torch.full_like(scale[:, 0], float("-inf"))
-        total = torch.zeros_like(top)  # sum of exp(z - top)
-        moment = torch.zeros_like(top)  # sum of exp(z - top) * (z - top)
-        chosen = torch.zeros_like(top)
+        chosen = torch.zeros_like(scale[:, 0])
+        sums = []
         for start in range(0, weight.shape[0], size):
             logits = _logits(hidden, weight, bias, scale, start, size)
             _pick(chosen, logits, targets, start)
-            new_top = torch.maximum(top, logits.amax(1))
-            if start:
-                shift = top - new_top
-                moment = (moment + total * shift).mul_(shift.exp())
-                total.mul_(shift.exp())
-            top = new_top
-            shifted = (logits if not is_whole else logits.clone()).sub_(top[:, None])
-            weights = shifted.exp()
-            total.add_(weights.sum(1))
-            if with_entropy:
-                moment.add_(weights.mul_(shifted).sum(1))
             # A vocabulary that fits one block is kept: no second product in the backward pass.
             kept = logits if is_whole else None
-            del logits, shifted, weights
-        log_total = total.log()
-        entropy = log_total - moment / total if with_entropy else None
-        ctx.save_for_backward(hidden, weight, bias, targets, scale, top + log_total, entropy, kept)
+            sums.append(exp_sums(logits, with_moments=with_entropy))
+            del logits
+        normaliser = combine_exp_sums(sums)
+        entropy = normaliser.entropy() if with_entropy else None
+        logsumexp = normaliser.top + normaliser.log_total
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, logsumexp, entropy, kept)
         ctx.size = size
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in the backward pass
-        return chosen - top - log_total, entropy
+        return normaliser.logprobs(chosen), entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
@@ -116,7 +115,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _block_size(rows: int, vocabulary: int, chunk: int) -> int:
-    return vocabulary if rows <= chunk else max(1, chunk * vocabulary // rows)
+    """Columns of one product: all, or a multiple of ``SUM_BLOCK``."""
+    wanted = vocabulary if rows <= chunk else chunk * vocabulary // rows
+    return vocabulary if wanted >= vocabulary else max(1, wanted // SUM_BLOCK) * SUM_BLOCK
 
 
 def _logits(

@@ -6,6 +6,7 @@ tiny models is in ``tiny.py``, converting other formats in ``importing.py``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,10 +58,25 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str | torch.device)
         ConfigError: not a Hugging Face model directory, or without safetensors weights.
         DataError: tensors of the file and of the architecture differ (all names are listed).
     """
+    model, info = load_pretrained(AutoModelForCausalLM, path, dtype=dtype)
+    check_complete(path, info)
+    model.config.use_cache = False
+    return model.to(device).eval()
+
+
+def load_pretrained(
+    auto_class: Any, path: str, *, dtype: torch.dtype, **options: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """A model of ``auto_class`` with Tandem's attention, and which tensors did not fit.
+
+    Raises:
+        ConfigError: not a Hugging Face model directory, or without safetensors weights.
+        DataError: a weights file is damaged.
+    """
     _check_directory(path, "model.path", "config.json")
     with quiet_transformers():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class.from_pretrained(
                 path,
                 dtype=dtype,
                 attn_implementation=ATTENTION,
@@ -69,6 +85,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str | torch.device)
                 trust_remote_code=False,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
+                **options,
             )
         except SafetensorError as error:
             raise DataError(f"model {path!r}: a weights file is damaged: {error}") from error
@@ -77,9 +94,7 @@ def load_causal_lm(path: str, *, dtype: torch.dtype, device: str | torch.device)
                 f"model.path {path!r} cannot be loaded: {_first_line(error)}; expected a Hugging "
                 "Face causal language model with config.json and *.safetensors"
             ) from error
-    _check_complete(path, info)
-    model.config.use_cache = False
-    return model.to(device).eval()
+    return model, info
 
 
 def context_length(path: str) -> int:
@@ -120,6 +135,33 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+VOCABULARY_FILES = ("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model")
+
+
+def tokenizer_digest(path: str) -> str | None:
+    """sha256 of what maps text to ids in a directory; None if it has no tokenizer.
+
+    The formatting of ``tokenizer.json`` and its padding and truncation do not count.
+
+    Raises:
+        DataError: ``tokenizer.json`` is damaged.
+    """
+    whole = Path(path) / "tokenizer.json"
+    digest = hashlib.sha256()
+    if whole.is_file():
+        try:
+            content = json.loads(whole.read_text(encoding="utf-8"))
+            content = {k: v for k, v in content.items() if k not in ("padding", "truncation")}
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{str(whole)!r} is damaged: {_first_line(error)}") from error
+        digest.update(json.dumps(content, sort_keys=True).encode())
+        return digest.hexdigest()
+    files = [Path(path) / name for name in VOCABULARY_FILES if (Path(path) / name).is_file()]
+    for file in files:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
+    return digest.hexdigest() if files else None
+
+
 def _check_directory(path: str, field: str, needed: str | None) -> None:
     folder = Path(path)
     if not folder.is_dir():
@@ -131,7 +173,8 @@ def _check_directory(path: str, field: str, needed: str | None) -> None:
         raise ConfigError(f"{field}: {path!r} has no {needed}; it is not a Hugging Face model")
 
 
-def _check_complete(path: str, info: Mapping[str, Any]) -> None:
+def check_complete(path: str, info: Mapping[str, Any]) -> None:
+    """Raise ``DataError`` naming every tensor that is missing, unexpected or mis-shaped."""
     problems = [
         f"{name} is {label}"
         for key, label in (("missing_keys", "missing"), ("unexpected_keys", "unexpected"))

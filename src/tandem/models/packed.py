@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tandem.errors import DataError
+from tandem.models.invariant import causal_attention, fused_causal_attention, is_supported
 
 SHORT_SEGMENT = 32
 """Segments up to this length share one bucket: padding them costs less than another call."""
@@ -169,18 +169,5 @@ class _Permute(torch.autograd.Function):
 def _causal(
     query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
 ) -> Tensor:
-    width = query.shape[2]
-    mask = None
-    if sliding_window is not None and sliding_window < width:
-        steps = torch.arange(width, device=query.device)
-        distance = steps[:, None] - steps[None, :]
-        mask = (distance >= 0) & (distance < sliding_window)
-    return F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        is_causal=mask is None,
-        scale=scaling,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    attention = causal_attention if is_supported(query) else fused_causal_attention
+    return attention(query, key, value, scaling=scaling, window=sliding_window)

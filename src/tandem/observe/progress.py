@@ -24,11 +24,19 @@ class Shown(NamedTuple):
     form: str
 
 
-_LOSS = Shown("loss", ("loss", "actor/loss", "sft/loss", "train/loss"), "{:.4f}")
+_LOSS = Shown(
+    "loss",
+    ("loss", "actor/loss", "sft/loss", "dpo/loss", "reward_model/loss", "train/loss"),
+    "{:.4f}",
+)
+_PAIRS = Shown("accuracy", ("preference/accuracy", "reward_model/accuracy"), "{:.3f}")
+_HELD_OUT = Shown("held-out", ("eval/heldout/policy_accuracy", "eval/heldout/accuracy"), "{:.3f}")
 _SPEED = Shown("tok/s", ("perf/tokens_per_s",), "{:,.0f}")
 
 SHOWN: dict[str, tuple[Shown, ...]] = {
     "sft": (_LOSS, Shown("lr", ("lr", "actor/lr", "sft/lr"), "{:.1e}"), _SPEED),
+    "dpo": (_LOSS, _PAIRS, _HELD_OUT, _SPEED),
+    "reward": (_LOSS, _PAIRS, _HELD_OUT, _SPEED),
     "rl": (
         Shown("reward", ("reward/mean",), "{:.3f}"),
         _LOSS,
@@ -49,7 +57,7 @@ class Progress:
 
     def __init__(
         self,
-        kind: Literal["sft", "rl"],
+        kind: Literal["sft", "dpo", "reward", "rl"],
         total: int,
         *,
         start: int | None = None,

@@ -11,10 +11,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -31,8 +33,11 @@ from tandem.train import lora as adapters
 from tandem.train.directory import load_directory, save_directory
 from tandem.train.export import full_tensors, param_specs, spec_of
 from tandem.train.forward import OUTPUTS, score
+from tandem.train.identity import describe
 from tandem.train.optim import learning_rate, optimizer_tensors, set_learning_rate
 from tandem.train.placement import Part, Placement
+from tandem.train.ranks import on_first_rank
+from tandem.train.shards import local_part
 from tandem.train.state import load_checkpoint, save_checkpoint
 from tandem.train.step import (
     LossWeightFn,
@@ -64,6 +69,8 @@ class TrainEngine(ABC):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset()
+    model_type: ClassVar[str] = "language_model"
+    """What the model predicts: tokens, values of states, or scores of whole rows."""
 
     def __init__(
         self,
@@ -72,19 +79,25 @@ class TrainEngine(ABC):
         model_path: str,
         lora: LoraConfig | None = None,
         seed: int = 0,
+        tokenizer_path: str | None = None,
     ) -> None:
         """Check that this backend can do what is asked; nothing is loaded yet.
+
+        ``tokenizer_path`` is where the tokenizer lies whose digest checkpoints carry, unless it is
+        the one beside the model.
 
         Raises:
             CapabilityError: it cannot.
         """
-        missing = sorted(_needed_capabilities(config, lora) - self.capabilities)
+        needed = {self.model_type, *_needed_capabilities(config, lora)}
+        missing = sorted(needed - self.capabilities)
         if missing:
             raise CapabilityError(
                 f"{type(self).__name__} lacks {', '.join(missing)}; "
                 f"it has {', '.join(sorted(self.capabilities))}"
             )
         self.config, self.lora, self.seed, self.model_path = config, lora, seed, model_path
+        self.tokenizer_path = tokenizer_path
         self.mode: str | None = None
         self.skipped_steps = 0
         self._skipped_in_row = 0
@@ -97,6 +110,7 @@ class TrainEngine(ABC):
         self._optimizer: torch.optim.Optimizer | None = None
         self.peft_config: Any = None
         self._starting_adapter: dict[str, Tensor] | None = None
+        self._starting_head: dict[str, Tensor] = {}
         self._placement = Placement(self._tensors_of)
 
     # --- life cycle ---------------------------------------------------------------------------
@@ -114,6 +128,9 @@ class TrainEngine(ABC):
         learning_rate(self.config.warmup_steps, self.config, self._total_steps)
         self._model = self._build(addr)
         self._optimizer = self._build_optimizer()
+        if self.lora is not None:
+            head = adapters.head_tensors(self._model)
+            self._starting_head = {name: tensor.clone() for name, tensor in head.items()}
         if self.lora is not None and self.lora.adapter_path is not None:
             tensors = adapters.adapter_tensors(self._model)
             self._starting_adapter = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -125,13 +142,24 @@ class TrainEngine(ABC):
         if self._model is not None:
             self._release()
         self._model = self._optimizer = self._starting_adapter = None
+        self._starting_head = {}
         self._placement = Placement(self._tensors_of)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What makes a checkpoint one of this engine, as plain JSON; made once."""
+        return describe(self)
 
     @property
     def model(self) -> Any:
         if self._model is None:
             raise EngineError(f"{type(self).__name__}: call initialize() first")
         return self._model
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """What ``forward`` gives and a loss may require of this model type."""
+        return OUTPUTS[self.model_type]
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -228,7 +256,10 @@ class TrainEngine(ABC):
             DataError: a bad batch, a row over the token cap, or no weights at all.
         """
         wanted = forward_only if return_outputs is None else return_outputs
-        names = (required_outputs(loss_fn) or OUTPUTS) if wanted else ()
+        names: Collection[str] = ()
+        if wanted:
+            asked = required_outputs(loss_fn, self.output_names) & set(self.output_names)
+            names = asked or self.output_names
         result = self._run(data, loss_fn, loss_weight_fn, not forward_only, names)
         return BatchOutput(result.outputs, result.loss, result.metrics)
 
@@ -319,11 +350,12 @@ class TrainEngine(ABC):
         post_hook: Callable[[Tensor, TensorDict], Any] | None = None,
         aggregate_fn: Callable[[list[Any]], Any] = torch.cat,
         *,
-        outputs: Collection[str] = OUTPUTS,
+        outputs: Collection[str] | None = None,
         trained_only: bool = False,
     ) -> Any:
-        """Per-token ``outputs`` as a TensorDict ``[B]`` of ``[B, T]`` tensors, in eval mode.
+        """The ``outputs`` (None: ``output_names``) as a TensorDict ``[B]``, in eval mode.
 
+        Per-token ones are ``[B, T]``; ``scores`` and ``bootstrap_values`` are ``[B]``.
         ``trained_only`` leaves 0 at tokens that no loss looks at (``loss_mask`` false, no weight),
         which saves their projection to the vocabulary.
 
@@ -336,23 +368,28 @@ class TrainEngine(ABC):
         if post_hook is not None:
             with self._placement.resident("model"), self._model_mode(False):
                 return aggregate_fn(run_hook(self, input_, post_hook, output_seqlens))
-        if unknown := set(outputs) - set(OUTPUTS):
-            raise DataError(f"outputs: got {sorted(unknown)}, allowed: {list(OUTPUTS)}")
-        result = self._run(input_, None, None, False, outputs, trained_only)
+        names = self.output_names if outputs is None else outputs
+        if unknown := set(names) - set(self.output_names):
+            raise DataError(f"outputs: got {sorted(unknown)}, allowed: {list(self.output_names)}")
+        result = self._run(input_, None, None, False, names, trained_only)
         return TensorDict(dict(result.outputs), batch_size=input_.batch_size)
 
     # --- adapters and the reference policy ----------------------------------------------------
 
     @contextmanager
     def disable_adapter(self, missing_ok: bool = False) -> Iterator[None]:
-        """The base model without its adapter.
+        """The base model without its adapter, a scalar head as it was when training started.
 
-        That is the reference policy unless training started from a trained adapter; ``reference``
-        is right in both cases.
+        For a language model that is the reference policy unless training started from a trained
+        adapter; ``reference`` is right in both cases.
         """
         if self.lora is None and not missing_ok:
             raise EngineError("disable_adapter: there is no adapter; configure model.lora")
-        with self._placement.resident("model"), adapters.adapters_disabled(self.model):
+        with (
+            self._placement.resident("model"),
+            adapters.adapters_disabled(self.model),
+            adapters.adapter_replaced(self.model, self._starting_head),
+        ):
             yield
 
     @contextmanager
@@ -392,11 +429,27 @@ class TrainEngine(ABC):
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Publish the weights as version ``meta.version``; blocks until they are written.
 
+        The first rank publishes, the others help it to see whole tensors.
+
         Raises:
             WeightSyncError: the transport failed.
         """
+        specs = self.get_param_specs(meta.dtype)
         stream, _ = self.get_per_tensor_param(meta.dtype)
-        publish(meta, self.get_param_specs(meta.dtype), stream)
+        failure: BaseException | None = None
+        try:
+            if self.is_first_rank:
+                publish(meta, specs, stream)
+        except Exception as error:  # raised below, when no rank waits for this one any more
+            failure = error
+        for _ in stream:
+            pass
+
+        def report() -> None:
+            if failure is not None:
+                raise failure
+
+        on_first_rank(self, report)
 
     def set_version(self, version: int) -> None:
         """The number of the last published update; kept in checkpoints."""
@@ -442,9 +495,13 @@ class TrainEngine(ABC):
     ) -> None:
         """Write the full training state.
 
-        Inside a run's staging only the files are written to ``local_path``. Called alone,
-        ``local_path`` is a run directory that gets ``checkpoints/step_N`` as one atomic whole;
-        ``hdfs_path`` is an fsspec URL for a copy.
+        Inside a run's staging only the files are written to ``local_path``; copies and retention
+        are the staging's then. Called alone, ``local_path`` is a run directory that gets
+        ``checkpoints/step_N`` as one atomic whole; ``hdfs_path`` is an fsspec URL for a copy.
+
+        Raises:
+            ConfigError: ``hdfs_path`` or ``max_ckpt_to_keep`` inside a staging.
+            CheckpointError: it cannot be written.
         """
         with self._placement.resident("model", "optimizer"):
             save_checkpoint(self, Path(local_path), hdfs_path, global_step, max_ckpt_to_keep)
@@ -458,7 +515,8 @@ class TrainEngine(ABC):
         ``local_path`` first; ``del_local_after_load`` deletes only such a download.
 
         Raises:
-            CheckpointError: nothing there, damaged, or of another model.
+            CheckpointError: nothing there, damaged, or of another model, adapter or tokenizer: the
+                message lists all that differs, and nothing was changed.
         """
         with self._placement.resident("model", "optimizer"):
             load_checkpoint(self, Path(local_path), hdfs_path, del_local_after_load)
@@ -506,8 +564,11 @@ class TrainEngine(ABC):
         """Give back what ``_build`` took."""
 
     @abstractmethod
-    def _backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of a summed loss; cancel the backend's own averaging."""
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Accumulate the gradient of a summed loss; cancel the backend's own averaging.
+
+        After the last micro-batch of a batch (``is_last``) the gradients are complete.
+        """
 
     @abstractmethod
     def _grad_norm(self) -> float:
@@ -522,19 +583,48 @@ class TrainEngine(ABC):
         """The whole of a possibly sharded tensor; all ranks must call."""
 
     @abstractmethod
-    def _copy_full(self, into: Tensor, full: Tensor) -> None:
-        """Copy a whole tensor into a possibly sharded one."""
+    def _copy_full(self, into: Tensor, full: Tensor | None) -> None:
+        """Copy the first rank's whole tensor into a possibly sharded one; all ranks must call.
 
-    @abstractmethod
-    def _sum_over_ranks(self, value: float) -> float: ...
-
-    @abstractmethod
-    def _gather_over_ranks(self, value: Any) -> list[Any]: ...
-
-    @abstractmethod
-    def _agree_max(self, value: int) -> int: ...
+        ``full`` is looked at on the first rank only.
+        """
 
     # --- shared by all backends ---------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Of all ranks of this engine, whatever the axis."""
+        group = self.parallelism_group
+        return 0 if group is None else dist.get_rank(group)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is the rank that reads and writes files and publishes."""
+        return self.rank == 0
+
+    def _gather_over_all(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order."""
+        group = self.parallelism_group
+        if group is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    def _gather_over_ranks(self, value: Any) -> list[Any]:
+        """The values of all data-parallel ranks, each counted once."""
+        group = self.get_data_parallel_group()
+        if group is None:
+            return [value]
+        found: list[Any] = [None] * self.get_data_parallel_size()
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    def _sum_over_ranks(self, value: float) -> float:
+        return math.fsum(self._gather_over_ranks(value))
+
+    def _agree_max(self, value: int) -> int:
+        return max(self._gather_over_ranks(value))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name; tied ones once."""
@@ -543,8 +633,8 @@ class TrainEngine(ABC):
     def trainable_tensors(self) -> dict[str, Tensor]:
         """What training changes: parameters and, without an adapter, persistent buffers."""
         if self.lora is not None:
-            return {name: p.detach() for name, p in self.parameters().items()}
-        return dict(self.model.state_dict())
+            return dict(self.parameters())
+        return dict(self.model.state_dict(keep_vars=True))
 
     def counters(self) -> dict[str, Any]:
         return {
@@ -584,11 +674,14 @@ class TrainEngine(ABC):
             self._has_weight = bool(self._has_weight) or result.has_weight
         return result
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+
     def _score(
         self, packed: PackedRows, temperature_B: Tensor | None, names: Collection[str]
     ) -> dict[str, Tensor]:
-        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
-        return score(self.model, packed, temperature_B, names, compute_dtype=dtype)
+        return score(self.model, packed, temperature_B, names, compute_dtype=self.compute_dtype)
 
     def _skip(self, norm: float) -> None:
         self.optimizer_zero_grad()
@@ -641,13 +734,16 @@ class TrainEngine(ABC):
         )
 
     def _tensors_of(self, part: Part) -> list[Tensor]:
+        """What this rank holds of a part."""
         if self._model is None:
             return []
         if part == "optimizer":
-            return optimizer_tensors(self.optimizer)
-        if part == "grad":
-            return [p.grad for p in self.model.parameters() if p.grad is not None]
-        return [*self.model.parameters(), *self.model.buffers()]
+            tensors = optimizer_tensors(self.optimizer)
+        elif part == "grad":
+            tensors = [p.grad for p in self.model.parameters() if p.grad is not None]
+        else:
+            tensors = [*self.model.parameters(), *self.model.buffers()]
+        return [local_part(tensor) for tensor in tensors]
 
     @contextmanager
     def _model_mode(self, training: bool) -> Iterator[None]:
@@ -665,6 +761,9 @@ def _needed_capabilities(config: TrainConfig, lora: LoraConfig | None) -> frozen
         "bfloat16": config.dtype == "bfloat16",
         "gradient_checkpointing": config.gradient_checkpointing,
         "offload": config.offload_params or config.offload_optimizer or config.offload_grads,
+        "tensor_parallel": config.parallel.tensor > 1,
+        "sequence_parallel": config.parallel.sequence > 1,
+        "hybrid_sharding": config.parallel.replicate > 1,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)
 

@@ -12,18 +12,35 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tandem.data.packing import PackedRows, pack
-from tandem.errors import CapabilityError
+from tandem.errors import CapabilityError, DataError
 from tandem.models.head import token_logprobs
+from tandem.models.heads import head_name, scalar_head
+from tandem.models.invariant import ROWS
 from tandem.models.packed import PackedContext
 
-OUTPUTS = ("train_logprobs", "entropy")
+OUTPUTS: dict[str, tuple[str, ...]] = {
+    "language_model": ("train_logprobs", "entropy"),
+    "value_model": ("values", "bootstrap_values"),
+    "reward_model": ("scores",),
+}
+"""What a model of each type gives.
+
+``values[t]`` is the value of the state before token t, read where token t-1 is; no state comes
+before token 0, so entry 0 is 0. ``bootstrap_values [B]`` is the value of the state after the last
+token, ``scores [B]`` the score of the last token, not shifted.
+"""
+
+ROW_OUTPUTS = frozenset({"bootstrap_values", "scores"})
+"""Outputs with one number a row; the others have one a token."""
 
 LOGIT_BUFFER = 1 << 23
 """Logits that exist at a time, in elements: 32 MiB in fp32."""
 
-SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "attn_logit_softcapping")
+LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+ATTENTION_CAPS = ("attn_logit_softcapping",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +52,28 @@ class Head:
     scale: float
 
 
+def check_head(model: Any) -> None:
+    """Raise ``CapabilityError`` if the head of ``model`` is not one that ``score`` can use."""
+    is_scalar = head_name(model) is not None
+    text_config = model.config.get_text_config()
+    for key in ATTENTION_CAPS if is_scalar else (*LOGIT_CAPS, *ATTENTION_CAPS):
+        if getattr(text_config, key, None):
+            raise CapabilityError(
+                f"{type(model).__name__}: config.{key}={getattr(text_config, key)} is not "
+                "supported; neither attention over packed rows nor the chunked head caps logits"
+            )
+    if not is_scalar:
+        find_head(model)
+
+
 def find_head(model: Any) -> Head:
     """The output projection of ``model``.
 
     Raises:
-        CapabilityError: there is none, it is adapted, or the logits are soft-capped.
+        CapabilityError: there is none, or it is adapted.
     """
     name = type(model).__name__
     text_config = model.config.get_text_config()
-    for key in SOFT_CAPS:
-        if getattr(text_config, key, None):
-            raise CapabilityError(
-                f"{name}: config.{key}={getattr(text_config, key)} is not supported; "
-                "soft-capped logits differ from the chunked head's"
-            )
     layer = model.get_output_embeddings()
     if type(layer) is not nn.Linear:
         raise CapabilityError(
@@ -62,15 +87,21 @@ def find_head(model: Any) -> Head:
 
 def hidden_states(model: Any, packed: PackedRows, compute_dtype: torch.dtype) -> Tensor:
     """Last hidden states ``[N, H]`` of the packed rows."""
-    device_type = packed.input_ids.device.type
+    input_ids, position_ids, lengths = packed.input_ids, packed.position_ids, packed.lengths
+    num_tokens = input_ids.shape[1]
+    if padding := max(0, ROWS - num_tokens):
+        # A segment of filler: matrix products of fewer rows give a token other bits.
+        input_ids, position_ids = F.pad(input_ids, (0, padding)), F.pad(position_ids, (0, padding))
+        lengths = (*lengths, padding)
+    device_type = input_ids.device.type
     with torch.autocast(device_type, compute_dtype, enabled=compute_dtype != torch.float32):
         output = model.base_model(
-            input_ids=packed.input_ids,
-            position_ids=packed.position_ids,
-            ctx=PackedContext(packed.lengths),
+            input_ids=input_ids,
+            position_ids=position_ids,
+            ctx=PackedContext(lengths),
             use_cache=False,
         )
-    return output.last_hidden_state[0]
+    return output.last_hidden_state[0, :num_tokens]
 
 
 def score(
@@ -81,18 +112,50 @@ def score(
     *,
     compute_dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The outputs ``names`` as ``[B, T]``, zero where no token is predicted.
+    """The outputs ``names`` (see ``OUTPUTS``), ``[B, T]`` or ``[B]``, zero where there is none.
 
-    ``logits`` (``[B, T, V]``, full) is the one name beside ``OUTPUTS``; like every per-token tensor
-    its index t speaks about token t, and it is divided by the temperature.
+    ``logits`` (``[B, T, V]``, full) is a further name of language models; like every per-token
+    tensor its index t speaks about token t, and it is divided by the temperature.
     """
+    hidden = hidden_states(model, packed, compute_dtype)
+    if head_name(model) is not None:
+        return _scalars(model, packed, hidden, names)
+    hidden_MH = hidden[packed.sources].to(compute_dtype)
+    return _token_outputs(model, packed, hidden_MH, temperature_B, names)
+
+
+def _scalars(
+    model: Any, packed: PackedRows, hidden: Tensor, names: Collection[str]
+) -> dict[str, Tensor]:
+    """Values or scores, in the precision of the head: fp32 once the engine is built."""
+    if "logits" in names:
+        raise DataError(f"post_hook: {type(model).__name__} has a scalar head and no logits")
+    head = scalar_head(model)
+    # One call for all tokens: a sharded head is gathered once.
+    values_N = head(hidden.to(head.weight.dtype)).squeeze(-1)
+    found: dict[str, Tensor] = {}
+    for name in names:
+        if name in ROW_OUTPUTS:
+            found[name] = packed.last_of_rows(values_N)
+        else:
+            found[name] = packed.unpack(values_N[packed.sources])
+    return found
+
+
+def _token_outputs(
+    model: Any,
+    packed: PackedRows,
+    hidden: Tensor,
+    temperature_B: Tensor | None,
+    names: Collection[str],
+) -> dict[str, Tensor]:
+    """Log-probabilities, entropy and logits from the hidden states ``[M, H]`` of the sources."""
     head = find_head(model)
-    hidden = hidden_states(model, packed, compute_dtype)[packed.sources].to(compute_dtype)
     temperature = torch.full((len(packed.sources),), 1.0 / head.scale, device=hidden.device)
     if temperature_B is not None:
         temperature = temperature * temperature_B.to(hidden.device, torch.float32)[packed.rows]
     values: dict[str, Tensor] = {}
-    if set(names) & set(OUTPUTS):
+    if set(names) & set(OUTPUTS["language_model"]):
         logprobs, entropy = token_logprobs(
             hidden,
             head.weight,
@@ -113,20 +176,21 @@ def score(
 
 
 def check_exactness(model: Any, device: torch.device) -> None:
-    """Probe that packing and the chunked head reproduce the model's own logits.
+    """Probe that packing and the head reproduce the model's own outputs.
 
     Raises:
         CapabilityError: packed rows differ from rows run alone (state-space layers, say), or the
-            chunked head differs from the model's logits.
+            head differs from the model's own.
     """
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (2, 7), generator=generator)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    mask[1, 4:] = False
+    ids, mask = _probe_rows(model)
+    is_scalar = head_name(model) is not None
+    name = "values" if is_scalar else "logits"
     with torch.no_grad():
         packed = pack(ids, mask).to(device)
-        ours = score(model, packed, None, ["logits"], compute_dtype=model.dtype)["logits"]
+        ours = score(model, packed, None, [name], compute_dtype=model.dtype)[name]
+        last = (
+            score(model, packed, None, ["scores"], compute_dtype=model.dtype) if is_scalar else {}
+        )
         for row, length in enumerate((7, 4)):
             alone = pack(ids[row : row + 1, :length], mask[row : row + 1, :length]).to(device)
             theirs = model(
@@ -134,12 +198,33 @@ def check_exactness(model: Any, device: torch.device) -> None:
                 position_ids=alone.position_ids,
                 ctx=PackedContext(alone.lengths),
                 use_cache=False,
-            ).logits[0, :-1]
-            error = float((ours[row, 1:length] - theirs).abs().max())
-            allowed = 1e-3 if model.dtype == torch.float32 else 5e-2
-            if not error <= allowed * float(theirs.abs().max().clamp(min=1.0)):
-                raise CapabilityError(
-                    f"{type(model).__name__}: logits of packed rows through the chunked head "
-                    f"differ from the model's own by {error:.2g}; this architecture cannot be "
-                    "trained with packing"
-                )
+            ).logits[0]
+            found = ours[row, 1:length]
+            if is_scalar:
+                found = torch.cat([found, last["scores"][row, None]])[-theirs.numel() :]
+                theirs = theirs.reshape(-1)
+            else:
+                theirs = theirs[:-1]
+            _check_close(model, found, theirs)
+
+
+def _probe_rows(model: Any) -> tuple[Tensor, Tensor]:
+    """Rows of 7 and 4 tokens, none of them the padding token."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(vocabulary, (2, 7), generator=torch.Generator().manual_seed(0))
+    pad = model.config.get_text_config().pad_token_id
+    if pad is not None:
+        ids = torch.where(ids == pad, (pad + 1) % vocabulary, ids)
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    mask[1, 4:] = False
+    return ids, mask
+
+
+def _check_close(model: Any, ours: Tensor, theirs: Tensor) -> None:
+    error = float((ours - theirs).abs().max())
+    allowed = 1e-3 if model.dtype == torch.float32 else 5e-2
+    if not error <= allowed * float(theirs.abs().max().clamp(min=1.0)):
+        raise CapabilityError(
+            f"{type(model).__name__}: packed rows through Tandem's head differ from the model's "
+            f"own output by {error:.2g}; this architecture cannot be trained with packing"
+        )

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tandem.errors import CapabilityError, ConfigError
-from tandem.models.loading import load_causal_lm
+from tandem.errors import ConfigError
+from tandem.train.building import build_model, check_device, enable_checkpointing, model_bytes
 from tandem.train.engine import TrainEngine
-from tandem.train.forward import check_exactness, find_head
-from tandem.train.lora import inject_adapter
-from tandem.train.offload import own_storage
 from tandem.train.optim import build_optimizer, gradients, scale_gradients, squared_norm
 from tandem.types import Scheduling
 
 
 class LocalTrainEngine(TrainEngine):
-    """Trains a Hugging Face causal language model on one device.
+    """Trains a Hugging Face model on one device.
 
     Trainable parameters, gradients and optimizer state are fp32; ``dtype=bfloat16`` computes under
     autocast. A frozen base under an adapter is held in the compute dtype. Dropout of the model's
@@ -29,7 +25,15 @@ class LocalTrainEngine(TrainEngine):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset(
-        {"bfloat16", "gradient_checkpointing", "language_model", "lora", "offload"}
+        {
+            "bfloat16",
+            "gradient_checkpointing",
+            "language_model",
+            "lora",
+            "offload",
+            "reward_model",
+            "value_model",
+        }
     )
 
     @property
@@ -60,8 +64,7 @@ class LocalTrainEngine(TrainEngine):
 
         Estimated from the size of the model's files, taken to be bf16; needs no ``initialize``.
         """
-        files = Path(self.model_path).glob("*.safetensors")
-        size = sum(file.stat().st_size for file in files)
+        size = model_bytes(self.model_path)
         return Scheduling(cpu=1, gpu=int(self.device.type != "cpu"), mem=2048 + size * 8 // 2**20)
 
     # --- primitives ---------------------------------------------------------------------------
@@ -70,23 +73,16 @@ class LocalTrainEngine(TrainEngine):
         if addr is not None:
             raise ConfigError(f"addr: got {addr!r}, allowed: None; a local engine joins no group")
         device = self.device
-        if device.type not in ("cpu", "cuda"):
-            raise CapabilityError(f"train.device: got {device.type!r}, allowed: cpu, cuda")
-        if device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("train.device: got 'cuda', but there is no CUDA device")
-        is_half = self.config.dtype == "bfloat16" and self.lora is not None
-        dtype = torch.bfloat16 if is_half else torch.float32
-        model: Any = load_causal_lm(self.model_path, dtype=dtype, device=device)
-        own_storage([*model.parameters(), *model.buffers()])
-        model.requires_grad_(True)
-        _switch_off_dropout(model)
-        find_head(model)
-        check_exactness(model, device)
-        if self.lora is not None:
-            self.peft_config = inject_adapter(model, self.lora, seed=self.seed)
-            find_head(model)
-        if self.config.gradient_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+        check_device(device)
+        model, self.peft_config = build_model(
+            self.model_type,
+            self.model_path,
+            self.config,
+            self.lora,
+            seed=self.seed,
+            device=device,
+        )
+        enable_checkpointing(model, self.config)
         return model
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
@@ -98,9 +94,8 @@ class LocalTrainEngine(TrainEngine):
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _backward(self, loss: Tensor) -> None:
-        if loss.requires_grad:
-            loss.backward()
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        loss.backward()
 
     def _grad_norm(self) -> float:
         return float(squared_norm(gradients(self.parameters().values())).sqrt())
@@ -113,21 +108,19 @@ class LocalTrainEngine(TrainEngine):
     def _full_tensor(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def _copy_full(self, into: Tensor, full: Tensor) -> None:
+    def _copy_full(self, into: Tensor, full: Tensor | None) -> None:
+        assert full is not None
         with torch.no_grad():
             into.copy_(full)
 
-    def _sum_over_ranks(self, value: float) -> float:
-        return value
 
-    def _gather_over_ranks(self, value: Any) -> list[Any]:
-        return [value]
+class LocalValueEngine(LocalTrainEngine):
+    """The same with a scalar head: the value of every state."""
 
-    def _agree_max(self, value: int) -> int:
-        return value
+    model_type = "value_model"
 
 
-def _switch_off_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+class LocalRewardEngine(LocalTrainEngine):
+    """The same with a scalar head: the score of every row."""
+
+    model_type = "reward_model"

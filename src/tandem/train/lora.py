@@ -5,7 +5,7 @@ The base model is never written to: an export adds the delta to a copy of each w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ConfigError, DataError
+from tandem.models.heads import head_name, head_parameters, task_type
 
 ADAPTER = "default"
 _FILE = "adapter_model.safetensors"
@@ -27,20 +28,23 @@ _PREFIX = "base_model.model."
 def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
     """Put an fp32 adapter into ``model``, freeze the rest, and return the peft configuration.
 
+    A scalar head is trained in full, in fp32, and belongs to the adapter (``modules_to_save``).
     With ``adapter_path`` the adapter starts from that file, whose own configuration wins.
 
     Raises:
         ConfigError: no adapter there, or a target module that the model does not have.
         DataError: the file's tensors do not fit.
     """
+    head = head_name(model)
     if config.adapter_path is None:
         targets = config.target_modules
         peft_config = peft.LoraConfig(
-            task_type="CAUSAL_LM",
+            task_type=task_type(model),
             r=config.rank,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
+            exclude_modules=None if head is None else [head],
         )
     else:
         if not (Path(config.adapter_path) / "adapter_config.json").is_file():
@@ -49,27 +53,30 @@ def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
             )
         peft_config = peft.LoraConfig.from_pretrained(config.adapter_path)
         peft_config.inference_mode = False
+        peft_config.modules_to_save = None  # peft would wrap the head, which is one parameter here
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
             peft.inject_adapter_in_model(peft_config, model, adapter_name=ADAPTER)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules: {error}") from error
+    trained = _trained(model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(_is_adapter(name))
-        if _is_adapter(name):
+        parameter.requires_grad_(name in trained)
+        if name in trained:
             parameter.data = parameter.data.float()
+    if head is not None:
+        peft_config.modules_to_save = [head]
     if config.adapter_path is not None:
-        load_adapter(model, config.adapter_path)
+        _copy(adapter_tensors(model), read_adapter(model, config.adapter_path))
     return peft_config
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
-    """Adapter parameters under the names of adapter files."""
+    """Adapter parameters, a scalar head among them, under the names of adapter files."""
     return {
         _PREFIX + name.replace(f".{ADAPTER}", ""): parameter.detach()
-        for name, parameter in model.named_parameters()
-        if _is_adapter(name)
+        for name, parameter in _trained(model).items()
     }
 
 
@@ -86,10 +93,16 @@ def adapters_disabled(model: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
+def head_tensors(model: Any) -> dict[str, Tensor]:
+    """The scalar head alone, under the names of adapter files; empty for a language model."""
+    return {_PREFIX + name: p.detach() for name, p in head_parameters(model).items()}
+
+
 @contextmanager
 def adapter_replaced(model: Any, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """The model with the adapter values ``tensors`` in place of its own."""
-    current = adapter_tensors(model)
+    """The model with the adapter values ``tensors`` in place of its own; others stay."""
+    own = adapter_tensors(model)
+    current = {name: own[name] for name in tensors}
     kept = {name: tensor.clone() for name, tensor in current.items()}
     _copy(current, tensors)
     try:
@@ -98,22 +111,47 @@ def adapter_replaced(model: Any, tensors: dict[str, Tensor]) -> Iterator[None]:
         _copy(current, kept)
 
 
-def merged_weight(module: BaseTunerLayer, weight: Tensor) -> Tensor:
-    """A new tensor: base weight plus delta, added in fp32 and rounded once."""
-    delta = module.get_delta_weight(ADAPTER)
+def merged_weight(
+    module: BaseTunerLayer, weight: Tensor, full_tensor: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A new tensor: the whole base ``weight`` plus delta, added in fp32 and rounded once.
+
+    ``full_tensor`` makes whole tensors of the adapter's parameters.
+    """
+    whole = {
+        f"layer.{name}": full_tensor(parameter.detach())
+        for name, parameter in module.named_parameters()
+        if name.startswith("lora_")
+    }
+    delta = torch.func.functional_call(_Delta(module), whole, ())
     return (weight.float() + delta.float()).to(weight.dtype)
 
 
-def save_adapter(model: Any, peft_config: Any, path: Path) -> None:
+class _Delta(nn.Module):
+    """The product of an adapter's parameters as a module, so that these can be substituted."""
+
+    def __init__(self, layer: BaseTunerLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> Tensor:
+        delta: Tensor = self.layer.get_delta_weight(ADAPTER)
+        return delta
+
+
+def save_adapter(tensors: Mapping[str, Tensor], peft_config: Any, path: Path) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors`` as peft does."""
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in adapter_tensors(model).items()}
-    save_file(tensors, path / _FILE, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        path / _FILE,
+        metadata={"format": "pt"},
+    )
     peft_config.save_pretrained(str(path))
 
 
-def load_adapter(model: Any, path: str) -> None:
-    """Copy the tensors of an adapter file into the adapter of ``model``.
+def read_adapter(model: Any, path: str) -> dict[str, Tensor]:
+    """The tensors of an adapter file, if they fit the adapter of ``model``.
 
     Raises:
         ConfigError: there is no safetensors file.
@@ -132,7 +170,7 @@ def load_adapter(model: Any, path: str) -> None:
     ]
     if problems:
         raise DataError(f"adapter {path!r} does not fit the model: {'; '.join(problems)}")
-    _copy(own, found)
+    return found
 
 
 def _copy(into: dict[str, Tensor], source: dict[str, Tensor]) -> None:
@@ -141,5 +179,11 @@ def _copy(into: dict[str, Tensor], source: dict[str, Tensor]) -> None:
             tensor.copy_(source[name])
 
 
-def _is_adapter(name: str) -> bool:
-    return ".lora_" in name
+def _trained(model: Any) -> dict[str, torch.nn.Parameter]:
+    """What trains beside a frozen base: the low-rank matrices and a scalar head."""
+    head = head_parameters(model)
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if ".lora_" in name or name in head
+    }

@@ -24,7 +24,11 @@ def run_eval(config: Root) -> dict[str, Any]:
         ConfigError: the configuration has no ``eval.data``, or its model has yet to be made.
         DataError: the data cannot be used.
     """
-    assert isinstance(config, RLConfig | SFTConfig)
+    if not isinstance(config, RLConfig | SFTConfig):
+        raise ConfigError(
+            "kind: got a run on pairs, allowed: sft, rl; 'tandem eval' generates, while a run on "
+            "pairs measures its held-out pairs itself (eval.data; see summary.json)"
+        )
     if config.eval.data is None:
         raise ConfigError("eval.data: got null; say what to evaluate on, e.g. eval.data.source")
     if config.model.tiny is not None:

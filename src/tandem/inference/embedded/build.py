@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tandem.config.schema import InferenceConfig
 from tandem.errors import CapabilityError, ConfigError
+from tandem.inference.embedded.bits import check_bits
 from tandem.inference.embedded.compiled import check_compiler
 from tandem.inference.embedded.core import CoreOptions, EmbeddedCore
 from tandem.inference.embedded.requests import ModelLimits
@@ -52,7 +53,7 @@ def build_core(
     tokenizer = load_tokenizer(source) if has_tokenizer else None
     token_bytes = probe(model, tolerance=PROBE_TOLERANCE[config.dtype])
     options = _options(config, model.device, token_bytes)
-    return EmbeddedCore(
+    core = EmbeddedCore(
         model,
         ModelLimits(
             vocab_size=int(model.config.get_text_config().vocab_size),
@@ -63,6 +64,9 @@ def build_core(
         WeightVersion(incarnation, 0),
         options,
     )
+    if config.deterministic:
+        check_bits(core)
+    return core
 
 
 def _options(config: InferenceConfig, device: torch.device, token_bytes: int) -> CoreOptions:
@@ -77,7 +81,7 @@ def _options(config: InferenceConfig, device: torch.device, token_bytes: int) ->
         prefix_cache_tokens=config.prefix_cache_mib * 2**20 // token_bytes,
         max_tokens_per_pass=config.max_tokens_per_pass,
         recompute_on_update=config.kv_on_update == "recompute",
-        packs_linears=config.packed_linears,
+        is_fast=config.numerics == "fast" or config.dtype != "float32",
         compile_mode=config.compile,
     )
 

@@ -45,14 +45,15 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class CoreOptions:
-    """Sizes in tokens; ``recompute_on_update`` and ``packs_linears`` as configured."""
+    """Sizes in tokens. ``is_fast``: packed linears and fused attention, whose bits are not those of
+    training."""
 
     max_batch_size: int
     cache_tokens: int = 1 << 20
     prefix_cache_tokens: int = 1 << 16
     max_tokens_per_pass: int = 2048
     recompute_on_update: bool = True
-    packs_linears: bool = True
+    is_fast: bool = False
     compile_mode: Literal["auto", "off", "on"] = "off"
 
 
@@ -95,12 +96,13 @@ class EmbeddedCore:
         self._lanes = Lanes()
         self._cache = KVCache()
         self._sharing = PrefixSharing(self._cache, num_blocks(options.prefix_cache_tokens))
-        packs = options.packs_linears and can_pack(model.device, model.dtype)
+        packs = options.is_fast and can_pack(model.device, model.dtype)
         self._packed = PackedLinears(model) if packs else None
         self._runner = Runner(
             model,
             self._cache,
             min_rows=min_rows(model, self._packed),
+            is_fast=options.is_fast,
             compile_mode=options.compile_mode,
         )
         self._sampler: Sampler | None = None

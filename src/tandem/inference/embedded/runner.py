@@ -39,12 +39,14 @@ class Runner:
         cache: KVCache,
         *,
         min_rows: int,
+        is_fast: bool = False,
         compile_mode: Literal["auto", "off", "on"] = "off",
     ) -> None:
         self._model = model
         self._cache = cache
         self._device: torch.device = model.device
         self._min_rows = min_rows
+        self._is_fast = is_fast
         self._compiled = None
         if compile_mode != "off":
             self._compiled = CompiledDecode(self._all_logits, compile_mode)
@@ -64,6 +66,7 @@ class Runner:
             max_position=int(decoded.max()) if plan.num_decode else 0,
             groups=layout.groups,
             copies=plan.copies,
+            is_fast=self._is_fast,
         )
         index, scored = layout.logit_index, layout.scored
         wanted = np.concatenate([index, *(item.index for item in scored)])
@@ -79,7 +82,12 @@ class Runner:
         last = lanes.lengths - 1
         tokens = self._tensor(_filled(lanes.tokens[np.arange(n), last], rows))
         positions = self._tensor(_filled(last, rows))
-        context = CacheContext(self._cache, positions=positions, max_position=num_keys - 1)
+        context = CacheContext(
+            self._cache,
+            positions=positions,
+            max_position=num_keys - 1,
+            is_fast=self._is_fast,
+        )
         context.prepare(self._model.dtype)
         shape = (rows, num_keys, *self._cache.shape)
         return compiled.run(shape, tokens, positions, context)[:n]

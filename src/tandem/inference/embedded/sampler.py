@@ -19,16 +19,12 @@ import torch
 from torch import Tensor
 
 from tandem.inference.embedded.filters import LogitFilters
+from tandem.models.normaliser import SUM_BLOCK, ExpSums, Normaliser, combine_exp_sums, exp_sums
 from tandem.types import GenerationConfig
 
 UInt64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
 Float32s = npt.NDArray[np.float32]
-
-TILE = 256
-"""The draw looks for a tile of this many tokens first, then within it: summing tiles costs a tenth
-of a cumulative sum over the vocabulary."""
-_ALMOST_ONE = 1.0 - 2.0**-53
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -134,25 +130,23 @@ class Sampler:
         self._shape_logits(logits, history)
         best = logits.argmax(dim=-1, keepdim=True) if self._greedy is not None else None
         if self._temperature is not None:
-            logits.div_(self._temperature)
+            logits.mul_(self._temperature.reciprocal())
         self._filters.apply(logits)
-        peak = logits.amax(dim=-1, keepdim=True)
-        weights = (logits - peak).exp_()
-        tiles_cdf = _tiles_cdf(weights)
+        sums = exp_sums(logits)
+        normaliser = combine_exp_sums([sums])
         if best is None or not self._all_greedy:
             uniform = torch.from_numpy(uniforms(self._seeds, history.lengths)).to(self._device)
-            ids = _inverse(weights, tiles_cdf, uniform[:, None])
+            ids = draw(logits, sums, uniform)
             if best is not None and self._greedy is not None:
                 ids = torch.where(self._greedy, best, ids)
         else:
             ids = best
-        log_total = tiles_cdf[:, -1:].log()
-        logprobs = (logits.gather(1, ids) - peak).double() - log_total
+        logprobs = normaliser.logprobs(logits.gather(1, ids)[:, 0])
         return Drawn(
             ids[:, 0].cpu().numpy(),
-            logprobs[:, 0].float().cpu().numpy(),
+            logprobs.float().cpu().numpy(),
             self._raw(raw, ids),
-            self._top(logits, peak + log_total),
+            self._top(logits, normaliser),
         )
 
     def _raw(self, raw: Tensor | None, ids: Tensor) -> Float32s | None:
@@ -163,12 +157,12 @@ class Sampler:
         logprobs[self._raw_rows] = picked[:, 0].cpu().numpy()
         return logprobs
 
-    def _top(self, logits: Tensor, log_total: Tensor) -> dict[int, list[tuple[int, float]]]:
+    def _top(self, logits: Tensor, normaliser: Normaliser) -> dict[int, list[tuple[int, float]]]:
         """Hidden tokens are no alternatives."""
         found = {}
         for row, count in self._top_rows:
             values, ids = logits[row].topk(min(count, logits.shape[1]))
-            logprobs = (values.double() - log_total[row]).float()
+            logprobs = values - normaliser.top[row] - normaliser.log_total[row]
             pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
             found[row] = [pair for pair in pairs if pair[1] > float("-inf")]
         return found
@@ -206,32 +200,30 @@ class Sampler:
         logits[rows[:, None], tokens] = new - presence * (made > 0) - frequency * made
 
 
-def _tiles_cdf(weights: Tensor) -> Tensor:
-    """Cumulative sums (fp64) of whole tiles of ``weights [n, V]`` and of what is left over."""
-    whole = weights.shape[1] // TILE * TILE
-    sums = weights[:, :whole].unflatten(1, (-1, TILE)).sum(-1) if whole else weights[:, :0]
-    if whole < weights.shape[1]:
-        sums = torch.cat([sums, weights[:, whole:].sum(-1, keepdim=True)], dim=1)
-    return sums.double().cumsum(dim=1)
+def draw(logits_NV: Tensor, sums: ExpSums, uniform_N: Tensor) -> Tensor:
+    """One token id a row ``[N, 1]`` by inverse CDF: first its block of the vocabulary, then itself.
 
-
-def _inverse(weights: Tensor, tiles_cdf: Tensor, uniform: Tensor) -> Tensor:
-    """The token ``[n, 1]`` at which the cumulative distribution first exceeds ``uniform``.
-
-    A token of weight zero is never returned.
+    ``uniform_N`` are float64 in [0, 1). A row without a finite distribution gets any id.
     """
-    total = tiles_cdf[:, -1:]
-    target = torch.minimum(uniform * total, total * _ALMOST_ONE)
-    tile = torch.searchsorted(tiles_cdf, target, right=True).clamp_(max=tiles_cdf.shape[1] - 1)
-    upper = tiles_cdf.gather(1, tile)
-    lower = torch.where(tile > 0, tiles_cdf.gather(1, (tile - 1).clamp_(min=0)), 0.0)
-    index = tile * TILE + torch.arange(TILE, device=weights.device)
-    last = weights.shape[1] - 1
-    inside = weights.gather(1, index.clamp(max=last)).double().masked_fill_(index > last, 0.0)
-    cdf = inside.cumsum(dim=1)
-    share = ((target - lower) / (upper - lower)).clamp_(0.0, _ALMOST_ONE)
-    at = torch.searchsorted(cdf, share * cdf[:, -1:], right=True)
-    return (tile * TILE + at).clamp_(max=last)
+    top = sums.top.amax(1, keepdim=True)
+    masses = sums.total.double() * (sums.top - top).double().exp()
+    cdf = masses.cumsum(1)
+    target = _below(uniform_N[:, None] * cdf[:, -1:], cdf)
+    block = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)
+    target = (target - (cdf.gather(1, block) - masses.gather(1, block))).clamp_(min=0)
+    width = min(SUM_BLOCK, logits_NV.shape[1])
+    columns = block * SUM_BLOCK + torch.arange(width, device=block.device)
+    inside = columns < logits_NV.shape[1]
+    local = logits_NV.gather(1, columns.clamp(max=logits_NV.shape[1] - 1))
+    cdf = ((local - top).double().exp() * inside).cumsum(1)
+    index = torch.searchsorted(cdf, _below(target, cdf), right=True).clamp_(max=width - 1)
+    return (block * SUM_BLOCK + index).clamp_(max=logits_NV.shape[1] - 1)
+
+
+def _below(target: Tensor, cdf: Tensor) -> Tensor:
+    """``target``, kept under the last entry of ``cdf`` where rounding reached it."""
+    last = cdf[:, -1:]
+    return torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
 
 
 def _is_penalised(config: GenerationConfig) -> bool:

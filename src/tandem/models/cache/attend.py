@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tandem.models import invariant
 from tandem.models.cache.rows import KVCache
-
-KEY_MULTIPLE = 16
-"""Decoding looks at a multiple of this many keys, so that the kernel chosen rarely depends on which
-other sequences share the batch."""
+from tandem.models.invariant import KEY_MULTIPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +47,9 @@ class CacheContext:
     The longest of them is ``max_position``. In every layer the keys and values of chunks are stored
     first, then ``copies`` are made in order, so that a chunk may follow on a prefix that this same
     pass computes for another row. Tokens after the last group are filler; their output is zero.
+
+    Where ``invariant`` supports the dtype its attention is used, which has training's bits, unless
+    ``is_fast`` asks for torch's fused kernels.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class CacheContext:
         max_position: int,
         groups: Sequence[ChunkGroup] = (),
         copies: Sequence[RowCopy] = (),
+        is_fast: bool = False,
     ) -> None:
         self._cache = cache
+        self._is_fast = is_fast
         self._positions = positions
         self._num_decode = positions.shape[0]
         self._num_keys = -(-(max_position + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
@@ -87,8 +90,8 @@ class CacheContext:
             return self._decode(query, key, value, keys, values, scaling, sliding_window)
         out = query.new_zeros(1, query.shape[1], query.shape[2], value.shape[3])
         if n:
-            decoded = (item[:, :, :n] for item in (query, key, value))
-            out[:, :, :n] = self._decode(*decoded, keys, values, scaling, sliding_window)
+            q, k, v = (item[:, :, :n] for item in (query, key, value))
+            out[:, :, :n] = self._decode(q, k, v, keys, values, scaling, sliding_window)
         self._store(keys, key)
         self._store(values, value)
         for group in self._groups:
@@ -109,7 +112,8 @@ class CacheContext:
             chunks = new[0, :, span].unflatten(1, (len(group.rows), group.width))
             stored[rows, :, group.start : group.stop] = chunks.transpose(0, 1)
         for copy in self._copies:
-            stored[list(copy.targets), :, : copy.count] = stored[copy.source, :, : copy.count]
+            given = stored[copy.source, :, : copy.count].clone()
+            stored[list(copy.targets), :, : copy.count] = given
 
     def _decode(
         self,
@@ -128,14 +132,19 @@ class CacheContext:
         keys.view(-1, width).index_copy_(0, place, key.transpose(1, 2).reshape(-1, width))
         width = value.shape[3]
         values.view(-1, width).index_copy_(0, place, value.transpose(1, 2).reshape(-1, width))
-        out = decode_attention(
-            query.transpose(1, 2).reshape(n, kv_heads, -1, query.shape[3]),
+        rows = query.transpose(1, 2)[0]
+        attention = fused_decode_attention if self._is_fused(query) else invariant.decode_attention
+        out = attention(
+            rows,
             keys[:n, :, : self._num_keys],
             values[:n, :, : self._num_keys],
             self._decode_mask(query.dtype, window),
-            scaling,
+            scaling=scaling,
         )
-        return out.reshape(1, n, -1, width).transpose(1, 2)
+        return out.transpose(0, 1)[None]
+
+    def _is_fused(self, query: Tensor) -> bool:
+        return self._is_fast or not invariant.is_supported(query)
 
     def _place(self, heads: int, length: int) -> Tensor:
         """Of every (decoded row, head): its new token among all ``rows * heads * length``."""
@@ -170,16 +179,9 @@ class CacheContext:
         query, key, value = (
             item.unflatten(1, (len(group.rows), group.width)).transpose(0, 1) for item in packed
         )
-        banded = window is not None and window < group.width
-        out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=self._band(0, group.width, window) if banded else None,
-            is_causal=not banded,
-            scale=scaling,
-            enable_gqa=True,
-        )
+        fused = self._is_fused(query)
+        attention = invariant.fused_causal_attention if fused else invariant.causal_attention
+        out = attention(query, key, value, scaling=scaling, window=window)
         return out.transpose(0, 1).flatten(1, 2)
 
     def _later_chunks(
@@ -192,38 +194,46 @@ class CacheContext:
         window: int | None,
     ) -> Tensor:
         """Chunks that follow on cached tokens, row by row so that nothing is gathered."""
-        mask = self._band(group.start, group.stop, window)
-        outs = [
-            scaled_dot_product_attention(
-                part[None],
-                keys[row : row + 1, :, : group.stop],
-                values[row : row + 1, :, : group.stop],
-                attn_mask=mask,
-                scale=scaling,
-                enable_gqa=True,
-            )[0]
-            for row, part in zip(group.rows, query.split(group.width, dim=1), strict=True)
-        ]
+        if self._is_fused(query):
+            mask = self._visible(group.start, group.stop, window)
+            outs = [
+                scaled_dot_product_attention(
+                    part[None],
+                    keys[row : row + 1, :, : group.stop],
+                    values[row : row + 1, :, : group.stop],
+                    attn_mask=mask,
+                    scale=scaling,
+                    enable_gqa=True,
+                )[0]
+                for row, part in zip(group.rows, query.split(group.width, dim=1), strict=True)
+            ]
+        else:
+            outs = [
+                invariant.chunk_attention(
+                    part, keys[row], values[row], group.start, scaling=scaling, window=window
+                )
+                for row, part in zip(group.rows, query.split(group.width, dim=1), strict=True)
+            ]
         return torch.cat(outs, dim=1)
 
-    def _band(self, start: int, stop: int, window: int | None) -> Tensor:
+    def _visible(self, start: int, stop: int, window: int | None) -> Tensor:
         name = (start, stop, window)
         if name not in self._bands:
-            index = torch.arange(stop, device=self._positions.device)
-            distance = index[start:, None] - index
-            self._bands[name] = (distance >= 0) & (distance < (window or stop))
+            device = self._positions.device
+            self._bands[name] = invariant.visible(range(start, stop), stop, window, device)
         return self._bands[name]
 
 
-def decode_attention(
-    query_NKGD: Tensor, keys_NKLD: Tensor, values_NKLD: Tensor, mask: Tensor, scaling: float
+def fused_decode_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, *, scaling: float
 ) -> Tensor:
-    """One new token a row over its cached keys; ``mask [N, 1, 1, L]`` is added to the scores.
+    """The same as ``invariant.decode_attention`` by torch's kernel: faster, not invariant.
 
-    The ``G`` query heads that share a key head stand where a kernel expects query positions, so
-    keys and values are read once for all of them.
+    The query heads that share a key head stand where the kernel expects query positions, so keys
+    and values are read once for all of them.
     """
-    shape = (mask.shape[0], 1, query_NKGD.shape[2], mask.shape[3])
-    return scaled_dot_product_attention(
-        query_NKGD, keys_NKLD, values_NKLD, attn_mask=mask.expand(shape), scale=scaling
-    )
+    n, heads, dim = query.shape
+    grouped = query.reshape(n, key.shape[1], -1, dim)
+    mask = bias.expand(n, 1, grouped.shape[2], key.shape[2])
+    out = scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return out.reshape(n, heads, value.shape[3])

@@ -1,0 +1,21 @@
+"""``tandem dpo``: training on preferences."""
+
+from __future__ import annotations
+
+from tandem.cli.configs import ConfigArgument, DryRun, Overrides, Resume, print_config, read_config
+
+
+def dpo(
+    config: ConfigArgument,
+    overrides: Overrides = None,
+    dry_run: DryRun = False,
+    resume: Resume = False,
+) -> None:
+    """Train a model on preferences: DPO, IPO, SimPO, ORPO, KTO and others."""
+    resolved = read_config(config, overrides, kind="dpo")
+    if dry_run:
+        print_config(resolved)
+        return
+    from tandem.trainers import run_dpo
+
+    run_dpo(resolved, resume=resume)
