@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tandem.config.algorithm import (
+    TEACHER_ADVANTAGES,
+    AlgorithmConfig,
+    ScoringModelConfig,
+    TeacherConfig,
+)
+from tandem.config.section import (
+    Beta,
+    Dtype,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from tandem.types import GenerationConfig
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Dtype = Literal["float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class RunConfig(Section):
@@ -151,7 +155,8 @@ class InferenceConfig(Section):
 class RewardConfig(Section):
     """What scores a completion.
 
-    ``name`` is ``auto`` (the data source's own scorer), a built-in, ``path/to/file.py:function`` or
+    ``name`` is ``auto`` (the data source's own scorer), ``model`` (0 here: the section
+    ``reward_model`` of an RL run scores it), another built-in, ``path/to/file.py:function`` or
     ``package.module:function``; ``process`` runs it in child processes with a deadline.
     """
 
@@ -182,31 +187,29 @@ class RolloutConfig(Section):
     max_rejected_in_row: PositiveInt = 512
 
 
-class AlgorithmConfig(Section):
-    advantage: str = "grpo"
-    advantage_kwargs: dict[str, Any] = {}
-    policy_loss: str = "ppo_clip"
-    clip_low: NonNegativeFloat | None = Field(None, description="None: the policy loss's own")
-    clip_high: NonNegativeFloat | None = Field(None, description="None: the policy loss's own")
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    aggregation: Literal[
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ] = "token-mean"
-    horizon: PositiveInt | None = Field(None, description="divisor of seq-mean-token-sum-norm")
-    decoupled: bool = Field(
-        False, description="decoupled PPO: weight tokens by prox / behaviour probability"
+class CriticConfig(Section):
+    """The value model of PPO (``algorithm.advantage: gae``), an engine beside the policy's."""
+
+    path: str | None = Field(
+        None, description="a value or reward model, or a language model; None: the policy's start"
     )
-    behaviour_cap: PositiveFloat = Field(5.0, description="drop tokens whose weight exceeds it")
-    kl_coef: NonNegativeFloat = 0.0
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    entropy_coef: NonNegativeFloat = 0.0
-    epochs: PositiveInt = 1
-    minibatches: PositiveInt = 1
-    mask_truncated: bool = False
+    lora: LoraConfig | None = None
+    train: TrainConfig = TrainConfig()
+    clip: PositiveFloat | None = Field(
+        0.2, description="how far a value moves in one training batch; None: no clipping"
+    )
+    aggregation: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = (
+        "token-mean"
+    )
+    epochs: PositiveInt | None = Field(None, description="None: algorithm.epochs")
+    warmup_steps: NonNegativeInt = Field(
+        0, description="training steps at the start that leave the policy as it is"
+    )
+    bootstrap_truncated: bool = Field(
+        True,
+        description="a response cut by a length limit goes on with the value of its last state; "
+        "false: it ended there",
+    )
 
 
 class DataConfig(Section):
@@ -407,6 +410,9 @@ class RLConfig(Root):
     inference: InferenceConfig = InferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig | None = None
+    reward_model: ScoringModelConfig | None = None
+    teacher: TeacherConfig | None = None
     eval: EvalConfig = EvalConfig()
     steps: PositiveInt = 100
 
@@ -429,8 +435,62 @@ class RLConfig(Root):
             )
         if rollout.min_group_size > rollout.group_size:
             raise ValueError("rollout.min_group_size must be <= rollout.group_size")
-        if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.horizon is None:
-            raise ValueError("algorithm.horizon is required by seq-mean-token-sum-norm")
+        cache, limit = algorithm.shaping.overlong_cache, rollout.generation.max_new_tokens
+        if cache is not None and cache > limit:
+            raise ValueError(
+                f"algorithm.shaping.overlong_cache: got {cache}, allowed: up to "
+                f"rollout.generation.max_new_tokens ({limit})"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _critic_is_used(self) -> Self:
+        needs_critic = self.algorithm.advantage == "gae"
+        if needs_critic and self.critic is None:
+            raise ValueError("algorithm.advantage=gae needs a critic; add the section critic: {}")
+        if self.critic is None:
+            return self
+        if not needs_critic:
+            raise ValueError(
+                "critic: only algorithm.advantage=gae uses one, got "
+                f"{self.algorithm.advantage!r}; leave the section out"
+            )
+        if self.critic.warmup_steps >= self.steps:
+            raise ValueError(
+                f"critic.warmup_steps: got {self.critic.warmup_steps}, allowed: < steps "
+                f"({self.steps}), or the policy never learns"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _reward_model_is_used(self) -> Self:
+        if self.rollout.reward.name != "model":
+            return self
+        if self.reward_model is None:
+            raise ValueError("rollout.reward.name=model needs reward_model.path")
+        if self.rollout.drop_zero_variance:
+            raise ValueError(
+                "rollout.drop_zero_variance sees the rewards of the rollout, which "
+                "rollout.reward.name=model leaves at 0"
+            )
+        if self.eval.data is not None and self.eval.reward is None:
+            raise ValueError("eval.reward is required with rollout.reward.name=model")
+        return self
+
+    @model_validator(mode="after")
+    def _teacher_is_used(self) -> Self:
+        advantage = self.algorithm.advantage
+        by_samples = advantage in TEACHER_ADVANTAGES
+        if by_samples and self.teacher is None:
+            raise ValueError(f"algorithm.advantage={advantage} needs teacher.path")
+        has_top_k = self.teacher is not None and self.teacher.top_k is not None
+        if self.teacher is not None and not by_samples and not has_top_k:
+            raise ValueError(
+                "teacher: nothing uses it; set teacher.top_k, or algorithm.advantage to "
+                f"{' or '.join(TEACHER_ADVANTAGES)}"
+            )
+        if advantage == "none" and not has_top_k:
+            raise ValueError("algorithm.advantage=none learns nothing without teacher.top_k")
         return self
 
     @model_validator(mode="after")
