@@ -8,6 +8,7 @@ What does not belong here: where the term enters the loss (``objective``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -78,7 +79,7 @@ def topk_divergence(
         )
     inside = mask_BT.bool()[..., None]
     # An even spread over K + 2 outcomes is harmless where nothing is wanted.
-    filler = -torch.log(torch.tensor(student_logprobs_BTK.shape[-1] + 2.0)).to(student_logprobs_BTK)
+    filler = -math.log(student_logprobs_BTK.shape[-1] + 2)
     student = _with_rest(torch.where(inside, student_logprobs_BTK, filler))
     teacher = _with_rest(torch.where(inside, teacher_logprobs_BTK.detach(), filler))
     return under_mask(DIVERGENCES[divergence](teacher, student), mask_BT)
@@ -104,7 +105,7 @@ def _reverse(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def _jsd(teacher: Tensor, student: Tensor) -> Tensor:
-    middle = torch.logaddexp(teacher, student) - torch.log(torch.tensor(2.0)).to(student)
+    middle = torch.logaddexp(teacher, student) - math.log(2.0)
     return 0.5 * (_kl(teacher, middle) + _kl(student, middle))
 
 

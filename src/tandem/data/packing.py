@@ -104,9 +104,7 @@ def pack(
         rows=rows[predicted],
         segment_rows=lengths.nonzero().squeeze(-1),
         shape=(input_ids_BT.shape[0], input_ids_BT.shape[1]),
-        candidates=None
-        if candidates_BTK is None
-        else candidates_BTK.flatten(0, 1)[slots],
+        candidates=None if candidates_BTK is None else candidates_BTK.flatten(0, 1)[slots],
     )
 
 

@@ -140,7 +140,7 @@ class Learner:
         algorithm = self.config.algorithm
         kl, metrics = penalise_divergence(batch, self.kl_coef, kl_estimator(algorithm))
         metrics["actor/kl_coef"] = self.kl_coef
-        if algorithm.kl_target is not None:
+        if algorithm.kl_target is not None and not self._critic_warms_up():
             controller = AdaptiveKL(self.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
             num_responses = int(batch["sample_ids"].unique().numel())
             self.kl_coef = controller.updated(kl, num_responses).coef
