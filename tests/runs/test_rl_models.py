@@ -39,7 +39,7 @@ def trained(bed: Bed, name: str = "run") -> list[dict[str, float]]:
 def saved(bed: Bed, name: str, step: int, part: str) -> dict[str, bytes]:
     folder = bed.run_dir(name) / "checkpoints" / f"step_{step}" / part
     return {
-        f"{file.name}:{key}": tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        f"{file.name}:{key}": tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
         for file in sorted(folder.rglob("*.safetensors"))
         for key, tensor in load_file(file).items()
     }

@@ -14,7 +14,6 @@ from tandem.algorithms.value import ValueObjective
 from tandem.config import TrainConfig
 from tandem.data.batch import WEIGHT_KEYS
 from tandem.errors import DataError
-from tandem.train.forward import score
 from tandem.train.local import LocalTrainEngine, LocalValueEngine
 from tests.train.conftest import VOCABULARY, make_batch
 
@@ -25,11 +24,10 @@ CUTS = ({"microbatch_size": 1}, {"max_tokens_per_microbatch": 14})
 class Double:
     """A local engine that computes in float64."""
 
+    compute_dtype = torch.float64
+
     def _build(self, addr):
         return super()._build(addr).double()
-
-    def _score(self, packed, temperature_B, names):
-        return score(self.model, packed, temperature_B, names, compute_dtype=torch.float64)
 
 
 class DoubleEngine(Double, LocalTrainEngine):

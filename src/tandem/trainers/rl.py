@@ -27,7 +27,7 @@ from tensordict import TensorDict
 
 from tandem.algorithms.advantages import check_estimator
 from tandem.algorithms.correction import check_correction
-from tandem.checkpoint import staging
+from tandem.checkpoint import list_steps, staging
 from tandem.config import RLConfig
 from tandem.data.prompts import PromptSource, open_prompts
 from tandem.errors import ConfigError, EngineError
@@ -46,6 +46,7 @@ from tandem.rollout import (
     load_workflow,
     open_inference_engine,
 )
+from tandem.store import STORE_FILE, SqliteStore, StoreWriter
 from tandem.train import EngineRegistry
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.frozen import check_scores, check_vocabulary
@@ -54,7 +55,9 @@ from tandem.trainers.rl_batch import build_objective
 from tandem.trainers.rl_learner import Learner, open_learner
 from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.trainers.sft import run_stage
+from tandem.trainers.watch import Watch
 from tandem.types import SaveLoadMeta
+from tandem.weights import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -174,6 +177,10 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
     seed_generators(config.run.seed)
     with ExitStack() as stack:
         learner = stack.enter_context(open_learner(config, model_path))
+        store = SqliteStore(run.dir / STORE_FILE)
+        stack.callback(store.close)
+        writer = StoreWriter(store, run.incarnation)
+        stack.callback(writer.close)
         rollout = open_inference_engine(
             config.inference,
             config.rollout,
@@ -182,13 +189,16 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
             incarnation=run.incarnation,
             seed=config.run.seed,
             tokenizer_path=config.model.tokenizer_path,
+            writer=writer,
         )
         stack.callback(release_weights, run.incarnation)
         stack.callback(rollout.destroy)
         progress = stack.enter_context(
             Progress("rl", total=config.steps, enabled=config.tracking.progress)
         )
-        session = RLSession(task, run, learner, rollout, progress)
+        watch = Watch(run, rollout, steps=config.steps)
+        session = RLSession(task, run, learner, rollout, writer, watch, progress)
+        stack.enter_context(watch.watching())
         session.restore()
         yield session
 
@@ -201,6 +211,8 @@ class RLSession:
     run: Run
     learner: Learner
     rollout: ComposedInferenceEngine
+    writer: StoreWriter
+    watch: Watch
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -235,20 +247,26 @@ class RLSession:
         """One training batch: roll out, prepare, optimise, publish exactly one new version."""
         clock = _Clock()
         accept = has_signal if self.config.rollout.drop_zero_variance else None
+        self.watch.phase("rollout", step=self.state.step + 1)
         batch = self.rollout.prepare_batch(self.task.prompts, self.task.workflow, accept)
         clock.lap("rollout")
         staleness = self.rollout.take_metrics()
-        metrics = self.learner.learn(batch, lap=clock.lap)
-        self._publish(self.learner.policy.get_version() + 1)
+        self.watch.phase("training")
+        trained = self.learner.learn(batch, lap=clock.lap, beat=self.watch.beat)
+        version = self.learner.policy.get_version() + 1
+        manifest = self._publish(version)
         clock.lap("publish")
+        self.writer.log("trained", version, {"metrics": trained, "weights": manifest.digest()})
         total = clock.total()
-        metrics |= staleness | {f"timing_s/{name}": value for name, value in clock.laps.items()}
+        metrics = trained | staleness
+        metrics |= {f"timing_s/{name}": value for name, value in clock.laps.items()}
         metrics["timing_s/step"] = total
         metrics["perf/tokens_per_s"] = metrics["perf/num_tokens"] / total
         return metrics
 
-    def _publish(self, version: int) -> None:
-        publish_weights(
+    def _publish(self, version: int) -> Manifest:
+        self.watch.phase("publishing weights")
+        return publish_weights(
             self.learner.policy,
             self.rollout,
             version=version,
@@ -285,6 +303,7 @@ class RLSession:
     def _evaluate(self) -> dict[str, float]:
         if self.task.held_out is None:
             return {}
+        self.watch.phase("evaluation")
         result = self.task.held_out.evaluate(self.rollout)
         self.last_evaluation = result
         self.state.accuracies[str(self.state.step)] = result.accuracy
@@ -295,18 +314,35 @@ class RLSession:
 
     def _save(self) -> None:
         config = self.config.checkpoint
+        self.watch.phase("checkpoint")
         with staging(
-            self.run.dir, self.state.step, keep=config.keep, upload_url=config.upload_url
+            self.run.dir,
+            self.state.step,
+            keep=config.keep,
+            upload_url=config.upload_url,
+            background=self.run.writer,
         ) as target:
             self.learner.save(target.path, self.state.step)
             target.manifest_extra["wall_s"] = self.run.elapsed_s()
             target.manifest_extra["loop"] = dataclasses.asdict(self.state)
             target.manifest_extra["data"] = self.task.prompts.state_dict()
             target.manifest_extra["rollout"] = self.rollout.state_dict()
+        self._retain()
+
+    def _retain(self) -> None:
+        """Bound the trajectory store, without what the oldest checkpoint on disk may need."""
+        config, step = self.config.store, self.state.step
+        self.writer.store.retain(
+            needed_from=min(list_steps(self.run.dir), default=step),
+            keep_from=None if config.keep_steps is None else step - config.keep_steps,
+            max_bytes=config.max_size_mb << 20,
+        )
 
     def restore(self) -> None:
         """Go on from the run's checkpoint, if it has one."""
         checkpoint = self.run.checkpoint
+        step = checkpoint.step if checkpoint else 0
+        self.writer.log("start", step, {"step": step, "steps": self.config.steps})
         if checkpoint is None:
             return
         # The position is the rollout's; this notices that the prompts are others now.
@@ -318,6 +354,7 @@ class RLSession:
 
     def finish(self) -> dict[str, Any]:
         """Evaluate, export the model, write ``summary.json`` and show the last screen."""
+        self.watch.phase("finish")
         state, config = self.state, self.config
         if self.last_evaluation is None:
             self._evaluate()
@@ -336,6 +373,7 @@ class RLSession:
             "mismatch_max": state.mismatch_max,
             "model_dir": str(model_dir) if model_dir else None,
         }
+        self.run.wait_for_checkpoint()
         write_summary(self.run.dir, summary)
         self._show(summary, model_dir)
         return summary
@@ -383,7 +421,8 @@ def has_signal(rows: TensorDict) -> bool:
 
 
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
-    """``config`` with ``max_prompt_tokens`` set to what context and micro-batch leave room for."""
+    """``config`` with ``max_prompt_tokens`` and ``generation.max_tokens`` set to what context and
+    micro-batch leave room for: no row of any workflow is longer."""
     generation = config.rollout.generation
     context = min(
         context_length(model_path),
@@ -405,7 +444,8 @@ def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
             f"completion must fit train.max_tokens_per_microbatch ({cap}) and the context "
             f"({context})"
         )
-    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
+    bounded = generation.new(max_tokens=min(context, cap))
+    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit, "generation": bounded})
     return config.model_copy(update={"rollout": rollout})
 
 

@@ -71,6 +71,7 @@ def open_critic(config: RLConfig, policy_path: str) -> Critic:
         model_path=critic.path or policy_path,
         lora=critic.lora,
         seed=config.run.seed,
+        tokenizer_path=critic.path or config.model.tokenizer_path,
     )
     epochs = critic.epochs or config.algorithm.epochs
     num_steps = config.steps * epochs * config.algorithm.minibatches

@@ -233,6 +233,7 @@ def _open_policy(config: RLConfig, model_path: str) -> TrainEngine:
         model_path=model_path,
         lora=config.model.lora,
         seed=config.run.seed,
+        tokenizer_path=config.model.tokenizer_path,
     )
     warmup = config.critic.warmup_steps if config.critic else 0
     per_batch = config.algorithm.epochs * config.algorithm.minibatches
