@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from tandem.data.batch import to_padded
+from tandem.testing.conformance import Outcome
 from tandem.train import EngineRegistry, LocalTrainEngine, step
 from tandem.train.local import LocalRewardEngine, LocalValueEngine
 from tandem.train.optim import set_learning_rate
@@ -46,6 +47,12 @@ def breaks(check: str, figure: str = "", **options: Any) -> Decorator:
         return engine
 
     return register
+
+
+def assert_caught(outcome: Outcome, figure: str) -> None:
+    assert outcome.verdict == "fail"
+    missed = [part.name for part in outcome.parts if not part.passed] or [outcome.detail]
+    assert any(figure in name for name in missed), (missed, outcome.trace)
 
 
 # --- outputs --------------------------------------------------------------------------------------

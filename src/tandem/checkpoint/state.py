@@ -31,12 +31,16 @@ def write_state(path: Path | str, obj: Any, *, allow_nonfinite: bool = False) ->
         OSError: the file cannot be written.
     """
     path = Path(path)
-    text = json.dumps(encode(obj, allow_nonfinite=allow_nonfinite), allow_nan=False, indent=1)
+    encoded = encode(obj, allow_nonfinite=allow_nonfinite)
     deferral = deferral_at(path)
     if deferral is None:
-        write_durably(path, text)
+        _write(path, encoded)
     else:
-        deferral.later(partial(write_durably, path, text))
+        deferral.later(partial(_write, path, encoded))
+
+
+def _write(path: Path, encoded: Any) -> None:
+    write_durably(path, json.dumps(encoded, allow_nan=False, indent=1))
 
 
 def read_state(path: Path | str) -> Any:

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ from tandem.train import lora as adapters
 from tandem.train.directory import load_directory, save_directory
 from tandem.train.export import full_tensors, param_specs, spec_of
 from tandem.train.forward import OUTPUTS, score
+from tandem.train.identity import describe
 from tandem.train.optim import learning_rate, optimizer_tensors, set_learning_rate
 from tandem.train.placement import Part, Placement
 from tandem.train.ranks import on_first_rank
@@ -142,6 +144,11 @@ class TrainEngine(ABC):
         self._model = self._optimizer = self._starting_adapter = None
         self._starting_head = {}
         self._placement = Placement(self._tensors_of)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What makes a checkpoint one of this engine, as plain JSON; made once."""
+        return describe(self)
 
     @property
     def model(self) -> Any:

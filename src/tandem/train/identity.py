@@ -36,7 +36,7 @@ def describe(engine: TrainEngine) -> dict[str, Any]:
 
 def identity_problems(engine: TrainEngine, saved: Mapping[str, Any]) -> list[str]:
     """Everything in which the engine that wrote ``saved`` was another one than ``engine``."""
-    own = describe(engine)
+    own = engine.identity
     problems = [
         f"{key} is {theirs!r} in the checkpoint, {ours!r} here"
         for section in ("model_type", "model_config", "adapter")
@@ -52,7 +52,7 @@ def identity_problems(engine: TrainEngine, saved: Mapping[str, Any]) -> list[str
 
 
 def has_same_train_config(engine: TrainEngine, saved: Mapping[str, Any]) -> bool:
-    return bool(saved["train_config_sha256"] == _train_config_digest(engine))
+    return bool(saved["train_config_sha256"] == engine.identity["train_config_sha256"])
 
 
 def tensor_problems(own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> list[str]:

@@ -29,7 +29,6 @@ from tandem.checkpoint import (
 from tandem.checkpoint.directory import STAGING_PREFIX
 from tandem.errors import CheckpointError, ConfigError
 from tandem.train.identity import (
-    describe,
     has_same_train_config,
     identity_problems,
     tensor_problems,
@@ -87,7 +86,7 @@ def write_training_state(engine: TrainEngine, path: Path | None) -> None:
                 "format": FORMAT,
                 "counters": engine.counters(),
                 "rng": [state for _, state in rng],
-                "identity": describe(engine),
+                "identity": engine.identity,
             },
         )
 
