@@ -140,19 +140,19 @@ def reward_model(tmp_path_factory: pytest.TempPathFactory, problems, warmed: War
     path = tmp_path_factory.mktemp("reward_model") / "model"
     tokenizer = load_tokenizer(str(warmed.model))
     words = [json.loads(line)["question"] for line in problems.train.read_text().splitlines()]
-    engine = LocalRewardEngine(TrainConfig(lr=3e-3), model_path=str(warmed.model), seed=3)
+    engine = LocalRewardEngine(TrainConfig(lr=1e-3), model_path=str(warmed.model), seed=3)
     engine.initialize()
-    for step in range(60):
+    for step in range(150):
         rows = []
-        for number, word in enumerate(random.Random(step).sample(words, 16)):
-            shift = number % 2 * (1 + (step + number) % 7)
+        for number, word in enumerate(random.Random(step).sample(words, 32)):
+            shift = (0, 3, 0, 1 + (step + number) % 7)[number % 4]
             ids = [*tokenizer.encode(word + capital(word, shift)), tokenizer.eos_token_id]
             target = torch.tensor(float(shift == 0))
             rows.append({"input_ids": torch.tensor(ids), "margins": target})
         batch = collate(rows)
-        batch["loss_weights"] = torch.full((16,), 1 / 16)
+        batch["loss_weights"] = torch.full((32,), 1 / 32)
         loss = engine.train_batch(batch, likes_right_answers)["loss"]
-    assert loss < 0.1
+    assert loss < 0.1  # 0.25 knows nothing
     engine.save(SaveLoadMeta(str(path), tokenizer=tokenizer))
     engine.destroy()
     return path
