@@ -21,8 +21,9 @@ def save_qwen3(path, *, tied=False, seed=0, **changes):
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 128,
+        "initializer_range": 0.2,
     }
-    config = Qwen3Config(**sizes | changes, tie_word_embeddings=tied, initializer_range=0.2)
+    config = Qwen3Config(**sizes | changes, tie_word_embeddings=tied)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return str(path)
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tandem.config.urls import check_scheme
 from tandem.types import GenerationConfig
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -29,6 +30,9 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0
     threads: PositiveInt | None = Field(
         None, description="torch threads of the training process; None: cores minus the generator's"
+    )
+    stall_timeout_s: PositiveFloat = Field(
+        1800.0, description="the run ends with an error when nothing at all moved for so long"
     )
 
 
@@ -177,9 +181,33 @@ class RewardConfig(Section):
 
     name: str = "auto"
     kwargs: dict[str, Any] = {}
+    per: Literal["completion", "group", "batch"] = Field(
+        "completion", description="what one call sees; group: all completions of a prompt"
+    )
+    batch_size: PositiveInt = Field(64, description="completions of one call, with per=batch")
+    batch_wait_s: NonNegativeFloat = Field(
+        0.05, description="how long a batch is collected, with per=batch"
+    )
+    max_concurrent: PositiveInt | None = Field(None, description="calls at once; None: any number")
     process: bool = False
     workers: PositiveInt = 1
     timeout_s: PositiveFloat = 30.0
+    memory_mb: PositiveInt | None = Field(
+        None, description="address space of a child process; needs process=true"
+    )
+    cpu_s: PositiveFloat | None = Field(
+        None, description="processor seconds of one call; needs process=true"
+    )
+    network: bool = Field(
+        True, description="false: child processes have no network; needs process=true and Linux"
+    )
+
+    @model_validator(mode="after")
+    def _limits_need_a_process(self) -> Self:
+        limited = self.memory_mb is not None or self.cpu_s is not None or not self.network
+        if limited and not self.process:
+            raise ValueError("reward.memory_mb, cpu_s and network=false need reward.process=true")
+        return self
 
 
 class RolloutConfig(Section):
@@ -287,8 +315,33 @@ class CheckpointConfig(Section):
         "have checkpoint_every",
     )
     keep: PositiveInt | None = 2
-    upload_url: str | None = None
+    background: bool = Field(
+        False,
+        description="training goes on while a checkpoint is written; costs a second copy of model "
+        "and optimizer in memory, and the newest checkpoint may not be on disk yet when a run is "
+        "killed",
+    )
+    upload_url: str | None = Field(None, description="any fsspec URL; gets a copy of each")
     export_model: bool = True
+
+    @field_validator("upload_url")
+    @classmethod
+    def _known_store(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_scheme(value)
+        return value
+
+
+class StoreConfig(Section):
+    """How long the trajectory store keeps what was trained on or dropped.
+
+    What the oldest kept checkpoint may need stays in any case.
+    """
+
+    keep_steps: PositiveInt | None = Field(None, description="steps of training; None: all")
+    max_size_mb: PositiveInt = Field(
+        2048, description="contents beyond it go, the oldest first (MiB)"
+    )
 
 
 class TrackingConfig(Section):
@@ -427,6 +480,7 @@ class RLConfig(Root):
     inference: InferenceConfig = InferenceConfig()
     rollout: RolloutConfig = RolloutConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    store: StoreConfig = StoreConfig()
     eval: EvalConfig = EvalConfig()
     steps: PositiveInt = 100
 

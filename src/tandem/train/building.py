@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from tandem.config.schema import LoraConfig, TrainConfig
-from tandem.errors import CapabilityError, ConfigError
+from tandem.errors import CapabilityError
 from tandem.models.heads import load_model
+from tandem.train import registry
 from tandem.train.forward import check_exactness, check_head
 from tandem.train.lora import inject_adapter
 from tandem.train.offload import own_storage
@@ -23,8 +24,7 @@ def check_device(device: torch.device) -> None:
     """Raise unless the engines of this package can train on ``device`` here."""
     if device.type not in ("cpu", "cuda"):
         raise CapabilityError(f"train.device: got {device.type!r}, allowed: cpu, cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("train.device: got 'cuda', but there is no CUDA device")
+    registry.check_device(str(device))
 
 
 def model_bytes(path: str) -> int:

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ from tandem.train import lora as adapters
 from tandem.train.directory import load_directory, save_directory
 from tandem.train.export import full_tensors, param_specs, spec_of
 from tandem.train.forward import OUTPUTS, score
+from tandem.train.identity import describe
 from tandem.train.optim import learning_rate, optimizer_tensors, set_learning_rate
 from tandem.train.placement import Part, Placement
 from tandem.train.ranks import on_first_rank
@@ -77,8 +79,12 @@ class TrainEngine(ABC):
         model_path: str,
         lora: LoraConfig | None = None,
         seed: int = 0,
+        tokenizer_path: str | None = None,
     ) -> None:
         """Check that this backend can do what is asked; nothing is loaded yet.
+
+        ``tokenizer_path`` is where the tokenizer lies whose digest checkpoints carry, unless it is
+        the one beside the model.
 
         Raises:
             CapabilityError: it cannot.
@@ -91,6 +97,7 @@ class TrainEngine(ABC):
                 f"it has {', '.join(sorted(self.capabilities))}"
             )
         self.config, self.lora, self.seed, self.model_path = config, lora, seed, model_path
+        self.tokenizer_path = tokenizer_path
         self.mode: str | None = None
         self.skipped_steps = 0
         self._skipped_in_row = 0
@@ -137,6 +144,11 @@ class TrainEngine(ABC):
         self._model = self._optimizer = self._starting_adapter = None
         self._starting_head = {}
         self._placement = Placement(self._tensors_of)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """What makes a checkpoint one of this engine, as plain JSON; made once."""
+        return describe(self)
 
     @property
     def model(self) -> Any:
@@ -246,7 +258,8 @@ class TrainEngine(ABC):
         wanted = forward_only if return_outputs is None else return_outputs
         names: Collection[str] = ()
         if wanted:
-            names = required_outputs(loss_fn, self.output_names) or self.output_names
+            asked = required_outputs(loss_fn, self.output_names) & set(self.output_names)
+            names = asked or self.output_names
         result = self._run(data, loss_fn, loss_weight_fn, not forward_only, names)
         return BatchOutput(result.outputs, result.loss, result.metrics)
 
@@ -482,9 +495,13 @@ class TrainEngine(ABC):
     ) -> None:
         """Write the full training state.
 
-        Inside a run's staging only the files are written to ``local_path``. Called alone,
-        ``local_path`` is a run directory that gets ``checkpoints/step_N`` as one atomic whole;
-        ``hdfs_path`` is an fsspec URL for a copy.
+        Inside a run's staging only the files are written to ``local_path``; copies and retention
+        are the staging's then. Called alone, ``local_path`` is a run directory that gets
+        ``checkpoints/step_N`` as one atomic whole; ``hdfs_path`` is an fsspec URL for a copy.
+
+        Raises:
+            ConfigError: ``hdfs_path`` or ``max_ckpt_to_keep`` inside a staging.
+            CheckpointError: it cannot be written.
         """
         with self._placement.resident("model", "optimizer"):
             save_checkpoint(self, Path(local_path), hdfs_path, global_step, max_ckpt_to_keep)
@@ -498,7 +515,8 @@ class TrainEngine(ABC):
         ``local_path`` first; ``del_local_after_load`` deletes only such a download.
 
         Raises:
-            CheckpointError: nothing there, damaged, or of another model.
+            CheckpointError: nothing there, damaged, or of another model, adapter or tokenizer: the
+                message lists all that differs, and nothing was changed.
         """
         with self._placement.resident("model", "optimizer"):
             load_checkpoint(self, Path(local_path), hdfs_path, del_local_after_load)

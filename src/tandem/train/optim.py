@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tandem.config.schema import OptimizerConfig
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 
 # --- learning rate --------------------------------------------------------------------------------
 
@@ -129,24 +129,33 @@ def export_optimizer(
     }
 
 
-def optimizer_entries(
+def optimizer_problems(
     parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]
-) -> dict[str, tuple[torch.dtype, bool]]:
-    """What ``import_optimizer`` needs to know of a state that ``export_optimizer`` made.
-
-    Raises:
-        CheckpointError: state of unknown parameters, or of another shape.
-    """
+) -> list[str]:
+    """Why a state is not one that ``export_optimizer`` made of these parameters."""
+    problems = []
+    kinds: dict[str, set[str]] = {}
     for key, tensor in tensors.items():
-        _, _, name = key.partition(".")
+        kind, _, name = key.partition(".")
+        kinds.setdefault(name, set()).add(kind)
         if name not in parameters:
-            raise CheckpointError(f"optimizer state {key!r}: no such parameter in this model")
-        parameter = parameters[name]
-        if tensor.ndim and tensor.shape != parameter.shape:
-            raise CheckpointError(
-                f"optimizer state {key!r}: shape {tuple(tensor.shape)}, expected "
-                f"{tuple(parameter.shape)}"
+            problems.append(f"optimizer state {key!r}: no such parameter in this model")
+        elif tensor.ndim and tensor.shape != parameters[name].shape:
+            problems.append(
+                f"optimizer state {key!r}: shape {list(tensor.shape)}, expected "
+                f"{list(parameters[name].shape)}"
             )
+    expected = set().union(*kinds.values())
+    problems += [
+        f"optimizer state '{kind}.{name}': missing"
+        for name, found in sorted(kinds.items())
+        for kind in sorted(expected - found)
+    ]
+    return problems
+
+
+def optimizer_entries(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, bool]]:
+    """What ``import_optimizer`` needs to know of a state that ``export_optimizer`` made."""
     return {key: (tensor.dtype, tensor.ndim == 0) for key, tensor in tensors.items()}
 
 

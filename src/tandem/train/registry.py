@@ -113,6 +113,22 @@ class EngineRegistry:
                 entry.load()
 
 
+def check_device(device: str | None, field: str = "train.device") -> None:
+    """Refuse a CUDA device that is not there; None is detected and always is.
+
+    Raises:
+        ConfigError: ``field`` names one.
+    """
+    kind, _, index = (device or "").partition(":")
+    if kind != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ConfigError(f"{field}: got {device!r}, but there is no CUDA device; allowed: cpu")
+    if index.isdigit() and int(index) >= count:
+        raise ConfigError(f"{field}: got {device!r}, allowed: cuda:0 to cuda:{count - 1}")
+
+
 def detect_device() -> str:
     """cuda, npu, else cpu."""
     if torch.cuda.is_available():

@@ -5,8 +5,6 @@ Atomicity, manifests and retention are ``tandem.checkpoint``'s.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
@@ -29,8 +27,18 @@ from tandem.checkpoint import (
     write_tensors,
 )
 from tandem.checkpoint.directory import STAGING_PREFIX
-from tandem.errors import CheckpointError
-from tandem.train.optim import export_optimizer, import_optimizer, optimizer_entries
+from tandem.errors import CheckpointError, ConfigError
+from tandem.train.identity import (
+    has_same_train_config,
+    identity_problems,
+    tensor_problems,
+)
+from tandem.train.optim import (
+    export_optimizer,
+    import_optimizer,
+    optimizer_entries,
+    optimizer_problems,
+)
 from tandem.train.ranks import from_first_rank, on_first_rank, opened_by_first_rank
 
 if TYPE_CHECKING:
@@ -78,7 +86,7 @@ def write_training_state(engine: TrainEngine, path: Path | None) -> None:
                 "format": FORMAT,
                 "counters": engine.counters(),
                 "rng": [state for _, state in rng],
-                "config_hash": config_hash(engine),
+                "identity": engine.identity,
             },
         )
 
@@ -86,12 +94,13 @@ def write_training_state(engine: TrainEngine, path: Path | None) -> None:
 
 
 def read_training_state(engine: TrainEngine, path: Path) -> None:
-    """The inverse of ``write_training_state``; everything is read before anything is changed.
+    """The inverse of ``write_training_state``; all is read and checked before anything is changed.
 
     With another number of ranks the random generators of the saved ranks are dealt out in turn.
 
     Raises:
-        CheckpointError: a file is missing, damaged, of another format, or of another model.
+        CheckpointError: a file is missing, damaged or of another format, or the state is of another
+            engine; everything that differs is listed.
     """
     own = engine.trainable_tensors()
     saved = on_first_rank(engine, lambda: _read(engine, path, own))
@@ -138,14 +147,23 @@ def _read(engine: TrainEngine, path: Path, own: Mapping[str, Tensor]) -> _Saved:
     state = read_state(path / STATE)
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{path / STATE}: format {state.get('format')!r}, allowed: {FORMAT}")
-    if state["config_hash"] != config_hash(engine):
-        log.warning("%s was written under another train configuration; going on", path)
     rng_tensors, optimizer = read_tensors(path / RNG), read_tensors(path / OPTIMIZER)
     weights = read_tensors(path / MODEL)
-    _check_same(path / MODEL, own, weights)
+    problems = [
+        *identity_problems(engine, state["identity"]),
+        *tensor_problems(own, weights),
+        *optimizer_problems(engine.parameters(), optimizer),
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{path} is a checkpoint of something else: {'; '.join(problems)}. Nothing was "
+            "changed; load it with the model, adapter and tokenizer that it was written with"
+        )
+    if not has_same_train_config(engine, state["identity"]):
+        log.warning("%s was written under another train configuration; going on", path)
     header = _Header(
         counters=state["counters"],
-        optimizer=optimizer_entries(engine.parameters(), optimizer),
+        optimizer=optimizer_entries(optimizer),
         rng=[(_of_rank(rng_tensors, rank), rng) for rank, rng in enumerate(state["rng"])],
     )
     return _Saved(header, weights, optimizer)
@@ -173,6 +191,11 @@ def save_checkpoint(
 ) -> None:
     """Files only inside a run's staging, else a whole checkpoint of its own."""
     if from_first_rank(engine, is_inside_staging(path)):
+        if url is not None or keep is not None:
+            raise ConfigError(
+                f"hdfs_path, max_ckpt_to_keep: got {url!r}, {keep!r}, allowed inside a staging: "
+                "None; the whole checkpoint is kept and copied by staging(keep=, upload_url=)"
+            )
         write_training_state(engine, path)
         return
     with opened_by_first_rank(
@@ -206,17 +229,6 @@ def _find(path: Path) -> Path:
     return found.path
 
 
-def config_hash(engine: TrainEngine) -> str:
-    """Digest of the train, adapter and model configuration."""
-    parts: list[Any] = [
-        engine.config.model_dump(mode="json", exclude={"backend", "device", "parallel"}),
-        None if engine.lora is None else engine.lora.model_dump(mode="json"),
-        engine.model.config.to_dict(),
-    ]
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def whole_tensors(engine: TrainEngine, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Whole tensors on the host of the first rank; empty on the others, who must call too.
 
@@ -238,21 +250,3 @@ def copy_from_first_rank(
     """Copy whole tensors, which only the first rank has, into possibly sharded ones by name."""
     for name, tensor in into.items():
         engine._copy_full(tensor, None if source is None else source[name])
-
-
-def _check_same(file: Path, own: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    problems = [f"{name} is missing" for name in sorted(own.keys() - found.keys())]
-    problems += [f"{name} is unexpected" for name in sorted(found.keys() - own.keys())]
-    problems += [
-        f"{name} is {found[name].dtype} {list(found[name].shape)}, expected {own[name].dtype} "
-        f"{list(own[name].shape)}"
-        for name in sorted(own.keys() & found.keys())
-        if own[name].shape != found[name].shape or own[name].dtype != found[name].dtype
-    ]
-    first: dict[int, str] = {}
-    for name in own.keys() & found.keys():
-        twin = first.setdefault(id(own[name]), name)
-        if own[name].numel() and found[name] is not found[twin]:
-            problems.append(f"{name} and {twin} are tied in this model but not in the file")
-    if problems:
-        raise CheckpointError(f"{file} is not of this model: {'; '.join(problems)}")

@@ -45,14 +45,16 @@ class StepResult:
 
 
 def required_outputs(loss_fn: LossFn | None, allowed: Collection[str]) -> frozenset[str]:
-    """The outputs a loss asks for by its attribute ``required_outputs``; all must be allowed."""
+    """The outputs a loss asks for by its attribute ``required_outputs``; all must be allowed.
+
+    Beside them a loss of a language model may ask for ``logits``.
+    """
     if loss_fn is None:
         return frozenset()
     names = frozenset(getattr(loss_fn, "required_outputs", {"train_logprobs"}))
-    if unknown := names - set(allowed):
-        raise DataError(
-            f"loss_fn.required_outputs: got {sorted(unknown)}, allowed here: {list(allowed)}"
-        )
+    known = [*allowed, "logits"] if "train_logprobs" in allowed else list(allowed)
+    if unknown := names - set(known):
+        raise DataError(f"loss_fn.required_outputs: got {sorted(unknown)}, allowed here: {known}")
     return names
 
 
@@ -345,7 +347,7 @@ def _shares(
         total = engine._sum_over_ranks(sum(weights))
         return [weight / total if total else 0.0 for weight in weights]
     keys = on_all_ranks(engine, lambda: _weight_keys(batch))
-    weighted = [(batch[key] != 0).view(batch.batch_size[0], -1).any(1) for key in keys]
+    weighted = [(batch[key] != 0).unsqueeze(-1).flatten(1).any(1) for key in keys]
     has_weight = torch.stack(weighted).any(0).tolist()
     return [1.0 if any(has_weight[row] for row in rows) else 0.0 for rows in plan]
 

@@ -27,7 +27,7 @@ from tensordict import TensorDict
 
 from tandem.algorithms.advantages import check_estimator
 from tandem.algorithms.objective import PolicyObjective
-from tandem.checkpoint import staging
+from tandem.checkpoint import list_steps, staging
 from tandem.config import RLConfig
 from tandem.data.prompts import PromptSource, open_prompts
 from tandem.errors import ConfigError, EngineError
@@ -37,7 +37,6 @@ from tandem.observe import (
     RunReport,
     Sample,
     final_screen,
-    mean_metrics,
     write_summary,
 )
 from tandem.rollout import (
@@ -47,20 +46,16 @@ from tandem.rollout import (
     load_workflow,
     open_inference_engine,
 )
+from tandem.store import STORE_FILE, SqliteStore, StoreWriter
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.publish import publish_weights, release_weights
-from tandem.trainers.rl_batch import (
-    Recorder,
-    build_objective,
-    minibatches,
-    mismatch,
-    prepare_batch,
-    select_tokens,
-)
+from tandem.trainers.rl_batch import build_objective, learn
 from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.trainers.sft import run_stage
-from tandem.types import FinetuneSpec, LossFn, SaveLoadMeta
+from tandem.trainers.watch import Watch
+from tandem.types import FinetuneSpec, SaveLoadMeta
+from tandem.weights import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -162,11 +157,15 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
     config = task.config
     seed_generators(config.run.seed)
     with ExitStack() as stack:
-        train = _open_train_engine(config, model_path)
+        train = open_train_engine(config, model_path)
         stack.callback(train.destroy)
+        store = SqliteStore(run.dir / STORE_FILE)
+        stack.callback(store.close)
+        writer = StoreWriter(store, run.incarnation)
+        stack.callback(writer.close)
         reference = None
         if config.algorithm.kl_coef > 0 and config.model.lora is None:
-            reference = _open_train_engine(config, model_path)
+            reference = open_train_engine(config, model_path)
             stack.callback(reference.destroy)
         rollout = open_inference_engine(
             config.inference,
@@ -176,13 +175,16 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
             incarnation=run.incarnation,
             seed=config.run.seed,
             tokenizer_path=config.model.tokenizer_path,
+            writer=writer,
         )
         stack.callback(release_weights, run.incarnation)
         stack.callback(rollout.destroy)
         progress = stack.enter_context(
             Progress("rl", total=config.steps, enabled=config.tracking.progress)
         )
-        session = RLSession(task, run, train, reference, rollout, progress)
+        watch = Watch(run, rollout, steps=config.steps)
+        session = RLSession(task, run, train, reference, rollout, writer, watch, progress)
+        stack.enter_context(watch.watching())
         session.restore()
         yield session
 
@@ -196,6 +198,8 @@ class RLSession:
     train_engine: TrainEngine
     reference: TrainEngine | None
     rollout: ComposedInferenceEngine
+    writer: StoreWriter
+    watch: Watch
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -230,40 +234,34 @@ class RLSession:
         """One training batch: roll out, prepare, optimise, publish exactly one new version."""
         clock = _Clock()
         accept = has_signal if self.config.rollout.drop_zero_variance else None
+        self.watch.phase("rollout", step=self.state.step + 1)
         batch = self.rollout.prepare_batch(self.task.prompts, self.task.workflow, accept)
         clock.lap("rollout")
         staleness = self.rollout.take_metrics()
-        batch, metrics = prepare_batch(
-            batch, self.train_engine, self.config.algorithm, reference=self.reference
+        self.watch.phase("training")
+        trained = learn(
+            batch,
+            self.train_engine,
+            self.config.algorithm,
+            self.task.objective,
+            reference=self.reference,
+            lap=clock.lap,
+            beat=self.watch.beat,
         )
-        clock.lap("prepare")
-        objective: LossFn = self.task.objective
-        if self.task.objective.single_step:
-            objective = Recorder(self.task.objective, batch)
-        steps = [
-            self._optimizer_step(minibatch, objective)
-            for minibatch in minibatches(batch, self.config.algorithm)
-        ]
-        metrics |= mismatch(batch, self.train_engine.get_version())
-        means = mean_metrics(steps)
-        metrics |= {n if "/" in n else f"actor/{n}": value for n, value in means.items()}
-        clock.lap("train")
-        self._publish(self.train_engine.get_version() + 1)
+        version = self.train_engine.get_version() + 1
+        manifest = self._publish(version)
         clock.lap("publish")
+        self.writer.log("trained", version, {"metrics": trained, "weights": manifest.digest()})
         total = clock.total()
-        metrics |= staleness | {f"timing_s/{name}": value for name, value in clock.laps.items()}
+        metrics = trained | staleness
+        metrics |= {f"timing_s/{name}": value for name, value in clock.laps.items()}
         metrics["timing_s/step"] = total
         metrics["perf/tokens_per_s"] = metrics["perf/num_tokens"] / total
         return metrics
 
-    def _optimizer_step(self, minibatch: TensorDict, objective: LossFn) -> dict[str, float]:
-        minibatch = select_tokens(minibatch, self.train_engine, self.config.algorithm)
-        result = self.train_engine.train_batch(minibatch, objective)
-        self.train_engine.lr_scheduler_step()
-        return result
-
-    def _publish(self, version: int) -> None:
-        publish_weights(
+    def _publish(self, version: int) -> Manifest:
+        self.watch.phase("publishing weights")
+        return publish_weights(
             self.train_engine,
             self.rollout,
             version=version,
@@ -300,6 +298,7 @@ class RLSession:
     def _evaluate(self) -> dict[str, float]:
         if self.task.held_out is None:
             return {}
+        self.watch.phase("evaluation")
         result = self.task.held_out.evaluate(self.rollout)
         self.last_evaluation = result
         self.state.accuracies[str(self.state.step)] = result.accuracy
@@ -310,8 +309,13 @@ class RLSession:
 
     def _save(self) -> None:
         config = self.config.checkpoint
+        self.watch.phase("checkpoint")
         with staging(
-            self.run.dir, self.state.step, keep=config.keep, upload_url=config.upload_url
+            self.run.dir,
+            self.state.step,
+            keep=config.keep,
+            upload_url=config.upload_url,
+            background=self.run.writer,
         ) as target:
             self.train_engine.save_checkpoint(
                 str(target.path / "policy"), global_step=self.state.step
@@ -320,10 +324,22 @@ class RLSession:
             target.manifest_extra["loop"] = dataclasses.asdict(self.state)
             target.manifest_extra["data"] = self.task.prompts.state_dict()
             target.manifest_extra["rollout"] = self.rollout.state_dict()
+        self._retain()
+
+    def _retain(self) -> None:
+        """Bound the trajectory store, without what the oldest checkpoint on disk may need."""
+        config, step = self.config.store, self.state.step
+        self.writer.store.retain(
+            needed_from=min(list_steps(self.run.dir), default=step),
+            keep_from=None if config.keep_steps is None else step - config.keep_steps,
+            max_bytes=config.max_size_mb << 20,
+        )
 
     def restore(self) -> None:
         """Go on from the run's checkpoint, if it has one."""
         checkpoint = self.run.checkpoint
+        step = checkpoint.step if checkpoint else 0
+        self.writer.log("start", step, {"step": step, "steps": self.config.steps})
         if checkpoint is None:
             return
         # The position is the rollout's; this notices that the prompts are others now.
@@ -335,6 +351,7 @@ class RLSession:
 
     def finish(self) -> dict[str, Any]:
         """Evaluate, export the model, write ``summary.json`` and show the last screen."""
+        self.watch.phase("finish")
         state, config = self.state, self.config
         if self.last_evaluation is None:
             self._evaluate()
@@ -353,6 +370,7 @@ class RLSession:
             "mismatch_max": state.mismatch_max,
             "model_dir": str(model_dir) if model_dir else None,
         }
+        self.run.wait_for_checkpoint()
         write_summary(self.run.dir, summary)
         self._show(summary, model_dir)
         return summary
@@ -400,7 +418,8 @@ def has_signal(rows: TensorDict) -> bool:
 
 
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
-    """``config`` with ``max_prompt_tokens`` set to what context and micro-batch leave room for."""
+    """``config`` with ``max_prompt_tokens`` and ``generation.max_tokens`` set to what context and
+    micro-batch leave room for: no row of any workflow is longer."""
     generation = config.rollout.generation
     context = min(
         context_length(model_path),
@@ -422,11 +441,12 @@ def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
             f"completion must fit train.max_tokens_per_microbatch ({cap}) and the context "
             f"({context})"
         )
-    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
+    bounded = generation.new(max_tokens=min(context, cap))
+    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit, "generation": bounded})
     return config.model_copy(update={"rollout": rollout})
 
 
-def _open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
+def open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
     engine: TrainEngine = EngineRegistry.new(
         "language_model",
         config.train.backend,
@@ -434,6 +454,7 @@ def _open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
         model_path=model_path,
         lora=config.model.lora,
         seed=config.run.seed,
+        tokenizer_path=config.model.tokenizer_path,
     )
     steps = config.steps * config.algorithm.epochs * config.algorithm.minibatches
     batch_size = config.rollout.batch_size

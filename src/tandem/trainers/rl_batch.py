@@ -10,7 +10,7 @@ they are those of the training pass, where ``Recorder`` takes them. Losses and e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from tensordict import TensorDict
@@ -27,8 +27,9 @@ from tandem.algorithms.policy.covariance import (
     token_covariance,
 )
 from tandem.config import AlgorithmConfig
+from tandem.observe import mean_metrics
 from tandem.train import TrainEngine
-from tandem.types import Metric
+from tandem.types import LossFn, Metric
 
 Metrics = dict[str, float]
 
@@ -72,6 +73,37 @@ class Recorder:
         seen = outputs["train_logprobs"].detach().to(self._prox_BT)
         self._prox_BT.index_copy_(0, microbatch["rows"].to(seen.device), seen)
         return self._objective(outputs, microbatch)
+
+
+def learn(
+    batch: TensorDict,
+    engine: TrainEngine,
+    config: AlgorithmConfig,
+    objective: PolicyObjective,
+    *,
+    reference: TrainEngine | None,
+    lap: Callable[[str], None],
+    beat: Callable[[], None],
+) -> Metrics:
+    """Train on one batch; the metrics are a function of the batch and the state of the engine.
+
+    ``lap`` is called with the name of each part that is done, ``beat`` after every optimizer step.
+    """
+    batch, metrics = prepare_batch(batch, engine, config, reference=reference)
+    lap("prepare")
+    loss_fn: LossFn = objective
+    if objective.single_step:
+        loss_fn = Recorder(objective, batch)
+    steps = []
+    for minibatch in minibatches(batch, config):
+        steps.append(engine.train_batch(select_tokens(minibatch, engine, config), loss_fn))
+        engine.lr_scheduler_step()
+        beat()
+    metrics |= mismatch(batch, engine.get_version())
+    means = mean_metrics(steps)
+    metrics |= {n if "/" in n else f"actor/{n}": value for n, value in means.items()}
+    lap("train")
+    return metrics
 
 
 def prepare_batch(

@@ -11,10 +11,11 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -24,37 +25,55 @@ import numpy as np
 import torch
 import yaml
 
-from tandem.checkpoint import CheckpointDir, latest, supersede_newer
-from tandem.config import Root, load_config, to_yaml
+from tandem.checkpoint import BackgroundWriter, CheckpointDir, check_store, latest, supersede_newer
+from tandem.config import Root, TrainConfig, load_config, to_yaml
 from tandem.config.launcher import launcher_facts
 from tandem.config.resume import check_resume
 from tandem.errors import CapabilityError, ConfigError, Preempted
+from tandem.files import write_durably
 from tandem.observe import MetricsLogger, setup_logging
 from tandem.observe.metrics import METRICS_FILE
+from tandem.train.registry import check_device
 
 log = logging.getLogger(__name__)
 
 
 class StopSignal:
-    """SIGTERM or SIGINT asks for a stop at the next step border; a second one stops at once."""
+    """SIGTERM or SIGINT asks for a stop at the next step border; a second one stops at once.
+
+    ``fail`` raises an error in the thread that waits for these signals, whatever it waits for.
+    """
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self._failure: BaseException | None = None
+        self._thread: int | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
+            self._thread = threading.get_ident()
         except ValueError:  # only the main thread may install handlers; others cannot be signalled
             self._previous.clear()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._thread = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def fail(self, error: BaseException) -> None:
+        """Called from another thread."""
+        self._failure = error
+        if self._thread is not None:
+            signal.pthread_kill(self._thread, signal.SIGINT)
+
     def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._failure is not None:
+            error, self._failure = self._failure, None
+            raise error
         if self.requested is not None:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
@@ -70,6 +89,8 @@ class Run:
     metrics: MetricsLogger
     stop: StopSignal
     checkpoint: CheckpointDir | None = None
+    writer: BackgroundWriter | None = None
+    """Finishes checkpoints beside the training; None: they are written before it goes on."""
     started: float = field(default_factory=time.monotonic)
 
     def elapsed_s(self) -> float:
@@ -77,23 +98,23 @@ class Run:
         earlier = self.checkpoint.extra["wall_s"] if self.checkpoint else 0.0
         return float(earlier) + time.monotonic() - self.started
 
+    def wait_for_checkpoint(self) -> None:
+        """Until the last checkpoint is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self.writer is not None:
+            self.writer.wait()
+
     def raise_if_stopped(self) -> None:
         """Raise ``Preempted`` when a stop was asked for. Call it after the state was saved."""
         if self.stop.requested is not None:
+            self.wait_for_checkpoint()
             raise Preempted(
                 f"stopped by {self.stop.requested}; the state is saved, go on with --resume "
                 f"(run directory: {self.dir})"
             )
-
-
-def _check_alone() -> None:
-    """Several ranks would each train on all rows and write the same run directory."""
-    world_size = launcher_facts().world_size
-    if world_size > 1:
-        raise CapabilityError(
-            f"WORLD_SIZE: got {world_size}, allowed here: 1; a run drives one rank. Sharded "
-            "engines are driven from Python, see docs/distributed.md"
-        )
 
 
 @contextmanager
@@ -107,6 +128,7 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         CapabilityError: a launcher started several ranks.
     """
     _check_alone()
+    _check_machine(config)
     directory = Path(config.run.output_dir) / config.run.name
     config_file = directory / "config.yaml"
     if resume:
@@ -121,7 +143,7 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         if not resume:
             # Left by a start that failed before its first step, maybe with another seed.
             shutil.rmtree(directory / "initial_model", ignore_errors=True)
-            _write_durably(config_file, to_yaml(config))
+            write_durably(config_file, to_yaml(config))
         incarnation = _new_incarnation(directory)
         checkpoint = latest(directory) if resume else None
         step = 0
@@ -136,11 +158,33 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
             run_name=config.run.name,
             resume_step=step + 1 if checkpoint else 0,
         )
-        try:
-            with StopSignal() as stop:
-                yield Run(config, directory, incarnation, metrics, stop, checkpoint)
-        finally:
-            metrics.close()
+        with ExitStack() as stack:
+            stack.callback(metrics.close)
+            stop = stack.enter_context(StopSignal())
+            writer = None
+            if config.checkpoint.background:
+                writer = stack.enter_context(BackgroundWriter())
+            yield Run(config, directory, incarnation, metrics, stop, checkpoint, writer)
+
+
+def _check_alone() -> None:
+    """Several ranks would each train on all rows and write the same run directory."""
+    world_size = launcher_facts().world_size
+    if world_size > 1:
+        raise CapabilityError(
+            f"WORLD_SIZE: got {world_size}, allowed here: 1; a run drives one rank. Sharded "
+            "engines are driven from Python, see docs/distributed.md"
+        )
+
+
+def _check_machine(config: Root) -> None:
+    """What this machine lacks is said before anything is written or trained."""
+    for name, section in config:
+        for key, train in ((name, section), (f"{name}.train", getattr(section, "train", None))):
+            if isinstance(train, TrainConfig):
+                check_device(train.device, f"{key}.device")
+    if config.checkpoint.upload_url is not None:
+        check_store(config.checkpoint.upload_url)
 
 
 def _make_writable(directory: Path) -> None:
@@ -214,19 +258,5 @@ def _has_begun(directory: Path) -> bool:
 
 def _new_incarnation(directory: Path) -> str:
     incarnation = uuid.uuid4().hex[:12]
-    _write_durably(directory / "incarnation", incarnation)
+    write_durably(directory / "incarnation", incarnation)
     return incarnation
-
-
-def _write_durably(path: Path, text: str) -> None:
-    staged = path.with_name(path.name + ".new")
-    with staged.open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    staged.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
