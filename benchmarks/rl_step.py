@@ -15,9 +15,7 @@ Times are of the wall clock and, where a part runs on this process alone, of its
 from __future__ import annotations
 
 import asyncio
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +24,7 @@ from typing import Any
 import torch
 from machine import parser, report
 from tensordict import TensorDict
+from timing import Timing, measure, ratio, summary, take_turns
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
@@ -39,40 +38,6 @@ from tandem.train import EngineRegistry
 from tandem.trainers.publish import publish_weights
 from tandem.trainers.rl_batch import build_objective, minibatches, prepare_batch, score
 from tandem.types import GenerationConfig, LLMRequest
-
-Timing = dict[str, float]
-
-
-def measure(function: Callable[[], Any], repeats: int) -> Timing:
-    """Milliseconds of ``function``, after one warm-up call."""
-    function()
-    return _summary([_timed(function) for _ in range(repeats)])
-
-
-def interleaved(
-    first: Callable[[], Any], second: Callable[[], Any], repeats: int
-) -> tuple[Timing, Timing, float]:
-    """Both in turn, and the median over the pairs of first / second in processor time."""
-    first(), second()
-    pairs = [(_timed(first), _timed(second)) for _ in range(repeats)]
-    ratio = statistics.median(ours[1] / theirs[1] for ours, theirs in pairs)
-    return _summary([pair[0] for pair in pairs]), _summary([p[1] for p in pairs]), round(ratio, 3)
-
-
-def _timed(function: Callable[[], Any]) -> tuple[float, float]:
-    wall, cpu = time.perf_counter(), time.process_time()
-    function()
-    return 1e3 * (time.perf_counter() - wall), 1e3 * (time.process_time() - cpu)
-
-
-def _summary(times: list[tuple[float, float]]) -> Timing:
-    walls, cpus = zip(*times, strict=True)
-    return {
-        "min_ms": round(min(walls), 2),
-        "median_ms": round(statistics.median(walls), 2),
-        "cpu_ms": round(min(cpus), 2),
-    }
-
 
 # --- the trainer's side -------------------------------------------------------------------------
 
@@ -118,9 +83,10 @@ def measure_training(
     (minibatch,) = minibatches(prepared, config.algorithm)
     objective = build_objective(config.algorithm)
     plain = plain_step(model_path, prepared, bfloat16=config.train.dtype == "bfloat16")
-    ours, theirs, ratio = interleaved(
-        lambda: trainer.train_batch(minibatch, objective), plain, repeats
+    times = take_turns(
+        {"ours": lambda: trainer.train_batch(minibatch, objective), "plain": plain}, repeats
     )
+    ours = summary(times["ours"])
     tokens = int(batch["attention_mask"].sum())
     figures = {
         "tokens": tokens,
@@ -129,8 +95,8 @@ def measure_training(
             lambda: prepare_batch(batch, trainer, config.algorithm, reference=None), repeats
         ),
         "train_batch": ours,
-        "plain_step": theirs,
-        "train_batch_over_plain": ratio,
+        "plain_step": summary(times["plain"]),
+        "train_batch_over_plain": ratio(times["ours"], times["plain"]),
         "train_tokens_per_s": round(1e3 * tokens / ours["cpu_ms"]),
     }
     trainer.destroy()

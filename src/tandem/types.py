@@ -207,10 +207,11 @@ LossFn = Callable[["Mapping[str, Tensor]", "TensorDict"], "tuple[Tensor, dict[st
 """``loss_fn(outputs, microbatch) -> (summed loss, metrics)``.
 
 ``outputs`` holds the per-token tensors ``[B, T]`` named by the function's attribute
-``required_outputs`` (default ``{"train_logprobs"}``; also ``"entropy"``, or of a value model
-``"values"`` and ``"bootstrap_values"``, of a reward model ``"scores"``, the last two ``[B]``),
-aligned with the rows of ``microbatch``. Losses of all micro-batches and data-parallel ranks are
-summed, so normalisation must be in the batch's weight keys."""
+``required_outputs`` (default ``{"train_logprobs"}``; also ``"entropy"``, and ``"logits"``, which
+are ``[B, T, V]`` and take that memory; of a value model ``"values"`` and ``"bootstrap_values"``, of
+a reward model ``"scores"``, the last two ``[B]``), aligned with the rows of ``microbatch``. Losses
+of all micro-batches and data-parallel ranks are summed, so normalisation must be in the batch's
+weight keys."""
 
 
 @dataclass(frozen=True, slots=True)

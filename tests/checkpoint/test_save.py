@@ -258,7 +258,7 @@ def rename_then_die(path, target):
     rename(path, target)
     die()
 
-def save_and_die(run, moment):
+def save_and_die(run, moment, background):
     if moment == "before_manifest":
         module.write_manifest = die
     elif moment == "before_rename":
@@ -269,27 +269,36 @@ def save_and_die(run, moment):
         module.retain = die
     elif moment == "in_removal":
         directory.shutil.rmtree = lambda path, **kw: die() if ".removing" in str(path) else None
-    with module.staging(run, 20, keep=1) as stage:
+    with module.staging(run, 20, keep=1, background=background) as stage:
         write_tensors(stage.path / "model.safetensors", {"w": torch.ones(10)})
         if moment == "after_model_file":
             die()
+    if background:
+        background.wait()
 
 # One child a moment: torch is imported once.
-for moment in sys.argv[2:]:
+for name in sys.argv[2:]:
     child = os.fork()
     if not child:
-        save_and_die(Path(sys.argv[1], moment), moment)
+        writer, _, moment = name.partition("-")
+        background = module.BackgroundWriter() if writer == "thread" else None
+        save_and_die(Path(sys.argv[1], name), moment, background)
         os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, moment
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL, name
 """
 STEP_AFTER = {
-    "after_model_file": 10,
-    "before_manifest": 10,
-    "before_rename": 10,
-    "after_rename": 20,
-    "before_retention": 20,
-    "in_removal": 20,
+    f"{writer}-{moment}": step
+    for writer in ("caller", "thread")
+    for moment, step in {
+        "after_model_file": 10,
+        "before_manifest": 10,
+        "before_rename": 10,
+        "after_rename": 20,
+        "before_retention": 20,
+        "in_removal": 20,
+    }.items()
 }
+"""By who wrote the checkpoint and the moment of the kill."""
 
 
 @pytest.fixture(scope="module")

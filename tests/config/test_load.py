@@ -67,8 +67,9 @@ def test_suggestion_is_the_likeliest_key_of_the_schema(key: str, meant: str) -> 
 
 def test_key_without_a_likely_meaning_lists_its_neighbours() -> None:
     (found,) = problems("checkpoint.zzz=1")
-    assert (
-        found == "unknown key 'checkpoint.zzz': known keys: every, export_model, keep, upload_url"
+    assert found == (
+        "unknown key 'checkpoint.zzz': known keys: background, every, export_model, keep, "
+        "upload_url"
     )
 
 

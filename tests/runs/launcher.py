@@ -73,6 +73,14 @@ class Started:
         os.kill(self.pid, number)
         return self.wait()
 
+    def kill_at(self, moment: float) -> None:
+        """Kill it at this time of the monotonic clock unless it has ended by then."""
+        while time.monotonic() < moment and self.poll() is None:
+            time.sleep(0.002)
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+
     def wait_for(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():

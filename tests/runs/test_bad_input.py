@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from fsspec.registry import known_implementations
 
 from tandem.checkpoint import tensors
 from tandem.trainers import run_rl
@@ -29,6 +31,36 @@ def test_unknown_key_is_refused_with_a_suggestion(bed: Bed, tandem_command: Comm
     assert not bed.run_dir().exists()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_absent_device_is_refused_before_anything_is_written(bed: Bed, tandem_command: Command):
+    ended = tandem_command(*bed.arguments("train.device=cuda"))
+    assert ended.code == CONFIG
+    assert ended.message.startswith("error: train.device: got 'cuda'")
+    assert not bed.run_dir().exists()
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+@pytest.mark.parametrize("url", ["nosuch://bucket/run", "simplecache::nosuch://bucket"])
+def test_unknown_store_is_refused_before_anything_is_written(
+    bed: Bed, tandem_command: Command, url: str, flags: tuple[str, ...]
+):
+    ended = tandem_command(*bed.arguments(f"checkpoint.upload_url={url}"), *flags)
+    assert ended.code == CONFIG
+    assert ended.message.startswith(f"error: checkpoint.upload_url: got '{url}': nosuch://")
+    assert not bed.run_dir().exists()
+
+
+def test_store_whose_package_is_missing_is_refused_before_anything_is_written(
+    bed: Bed, tandem_command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    entry = {"class": "no_such_package.Store", "err": "Install no_such_package"}
+    monkeypatch.setitem(known_implementations, "absent", entry)
+    ended = tandem_command(*bed.arguments("checkpoint.upload_url=absent://bucket"))
+    assert ended.code == CONFIG
+    assert "Install no_such_package" in ended.message
+    assert not bed.run_dir().exists()
+
+
 def test_missing_file_is_named(bed: Bed, tandem_command: Command):
     ended = tandem_command(*bed.arguments("data.path=no/such.jsonl"))
     assert ended.code == DATA
@@ -47,6 +79,8 @@ def test_missing_file_is_named(bed: Bed, tandem_command: Command):
         ("rollout.reward.name=no_such.py:score", CONFIG, "no_such.py"),
         ("eval.reward.name=no_such.py:score", CONFIG, "no_such.py"),
         ("train.backend=nope", CONFIG, "no train engine"),
+        ("train.device=cuda", CONFIG, "train.device: got 'cuda', but there is no CUDA device"),
+        ("warmup.train.device=cuda:1", CONFIG, "warmup.train.device: got 'cuda:1'"),
         ("inference.max_context=1", CONFIG, "no room for a prompt"),
     ],
 )

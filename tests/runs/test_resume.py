@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
 import shutil
 import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from safetensors.torch import load_file
 
-from tandem.errors import DataError
+from tandem.checkpoint import latest, save
+from tandem.errors import CheckpointError, DataError
 from tandem.trainers import run_rl, run_sft
 from tandem.weights.transports.shared_memory import PREFIX, shared_root
 from tests.runs.conftest import Bed, has_step, metrics
@@ -52,6 +58,86 @@ def test_killed_synchronous_run_resumes_bit_for_bit(bed: Bed, launcher: Launcher
     summary = run_rl(bed.config(*options), resume=True)
     assert summary["steps"] == 14
     assert_same_run(run_dir, bed.run_dir("reference"), 14)
+
+
+def has_staging(run_dir: Path, step: int) -> Callable[[], bool]:
+    """A checkpoint of this step or a later one is being written, or there already."""
+    names = re.compile(r"(?:\.staging-)?step_(\d+)")
+
+    def holds() -> bool:
+        found = (names.match(path.name) for path in (run_dir / "checkpoints").glob("*"))
+        return any(int(match[1]) >= step for match in found if match)
+
+    return holds
+
+
+def test_run_killed_while_a_thread_saves_resumes_bit_for_bit(bed: Bed, launcher: Launcher):
+    options = ("steps=8", "checkpoint.every=2", "eval.every=5")
+    run_rl(bed.config(*options, name="reference"))
+    background = (*options, "checkpoint.background=true")
+    started = launcher.start(bed.folder / "log", *bed.arguments(*background))
+    condition = has_staging(bed.run_dir(), 4)
+    assert started.signal_when(signal.SIGKILL, condition) == -signal.SIGKILL
+    assert run_rl(bed.config(*background), resume=True)["steps"] == 8
+    assert_same_run(bed.run_dir(), bed.run_dir("reference"), 8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("background", ["true", "false"])
+@pytest.mark.parametrize("seed", range(6))
+def test_run_killed_at_any_moment_resumes_bit_for_bit(
+    bed: Bed, launcher: Launcher, seed: int, background: str
+):
+    options = ("steps=10", "checkpoint.every=1", f"checkpoint.background={background}")
+    reference = time.monotonic()
+    run_rl(bed.config(*options, name="reference"))
+    whole_s = time.monotonic() - reference
+    started = launcher.start(bed.folder / "log", *bed.arguments(*options))
+    started.wait_for(has_staging(bed.run_dir(), 0))
+    moment = time.monotonic() + random.Random(seed).uniform(0, 0.8) * whole_s
+    started.kill_at(moment)
+    assert run_rl(bed.config(*options), resume=True)["steps"] == 10
+    assert_same_run(bed.run_dir(), bed.run_dir("reference"), 10)
+
+
+def test_run_stopped_while_a_thread_saves_has_saved(bed: Bed, launcher: Launcher):
+    options = ("steps=14", "checkpoint.every=0", "checkpoint.background=true")
+    started = launcher.start(bed.folder / "log", *bed.arguments(*options))
+    run_dir = bed.run_dir()
+    assert started.signal_when(signal.SIGTERM, has_step(run_dir, 3)) == STOPPED
+    last = metrics(run_dir)[-1]["step"]
+    assert sorted(p.name for p in (run_dir / "checkpoints").iterdir()) == ["step_0", f"step_{last}"]
+    checkpoint = latest(run_dir)
+    assert checkpoint is not None
+    assert checkpoint.step == last
+
+
+def test_supervised_run_with_a_saving_thread_ends_like_one_without(sft_bed: Bed):
+    summary = run_sft(sft_bed.config("checkpoint.background=true"))
+    run_sft(sft_bed.config(name="reference"))
+    assert_same_run(sft_bed.run_dir(), sft_bed.run_dir("reference"), 40)
+    checkpoint = latest(sft_bed.run_dir())
+    assert checkpoint is not None
+    assert checkpoint.step == summary["steps"] == 40
+
+
+def test_failure_of_the_saving_thread_ends_the_run_without_a_summary(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+):
+    original = save.write_manifest
+
+    def write_manifest(directory: Path, *, step: int, **options: Any) -> None:
+        if step == 3:
+            raise OSError(28, "No space left on device")
+        original(directory, step=step, **options)
+
+    monkeypatch.setattr(save, "write_manifest", write_manifest)
+    with pytest.raises(CheckpointError, match=r"step_3.*No space left"):
+        run_rl(bed.config("steps=3", "checkpoint.background=true"))
+    assert not (bed.run_dir() / "summary.json").exists()
+    checkpoint = latest(bed.run_dir())
+    assert checkpoint is not None
+    assert checkpoint.step == 2
 
 
 def test_killed_supervised_run_resumes_bit_for_bit(sft_bed: Bed, launcher: Launcher):

@@ -10,9 +10,10 @@ import re
 import shutil
 from pathlib import Path
 
-from tandem.checkpoint.manifest import CheckpointDir, fsync_directory, read_manifest, verify
+from tandem.checkpoint.manifest import CheckpointDir, read_manifest, verify
 from tandem.checkpoint.scratch import remove_leftovers
 from tandem.errors import CheckpointError
+from tandem.files import sync
 from tandem.observe.moments import reach
 
 logger = logging.getLogger(__name__)
@@ -73,8 +74,7 @@ def verify_cached(path: Path, *, use_cache: bool = True) -> CheckpointDir:
     """``verify``, which with ``use_cache`` trusts files unchanged since this process read them."""
     checkpoint = read_manifest(path)
     try:
-        stats = [(entry.name, (path / entry.name).stat()) for entry in checkpoint.files]
-        signature = tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+        signature = _signature(checkpoint)
     except FileNotFoundError:
         return verify(path)
     if not use_cache or _VERIFIED.get(path) != signature:
@@ -82,6 +82,16 @@ def verify_cached(path: Path, *, use_cache: bool = True) -> CheckpointDir:
         checkpoint = verify(path)
         _VERIFIED[path] = signature
     return checkpoint
+
+
+def remember_verified(path: Path) -> None:
+    """Take note of a checkpoint whose digests this process has just made from its files."""
+    _VERIFIED[path] = _signature(read_manifest(path))
+
+
+def _signature(checkpoint: CheckpointDir) -> _Signature:
+    stats = [(entry.name, (checkpoint.path / entry.name).stat()) for entry in checkpoint.files]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def remove_unfinished(run_dir: Path | str) -> None:
@@ -142,7 +152,7 @@ def supersede_newer(run_dir: Path | str, step: int) -> list[Path]:
             path.rename(target)
             renamed.append(target)
     if renamed:
-        fsync_directory(checkpoints_dir(run_dir))
+        sync(checkpoints_dir(run_dir))
     return renamed
 
 

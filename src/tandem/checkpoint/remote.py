@@ -11,14 +11,30 @@ import fsspec
 from tandem.checkpoint.manifest import (
     MANIFEST_NAME,
     CheckpointDir,
-    fsync_directory,
     read_manifest,
     verify,
 )
 from tandem.checkpoint.scratch import create_scratch, remove_leftovers
-from tandem.errors import CheckpointError
+from tandem.config.urls import protocols
+from tandem.errors import CheckpointError, ConfigError
+from tandem.files import sync
 
 _DOWNLOAD_PREFIX = ".download-"
+
+
+def check_store(url: str) -> None:
+    """Whether this installation can reach stores of this kind at all; connects to nothing.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    for protocol in protocols(url):
+        try:
+            fsspec.get_filesystem_class(protocol)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"checkpoint.upload_url: got {url!r}, which needs another package: {error}"
+            ) from error
 
 
 def upload(checkpoint: Path | str, url: str) -> None:
@@ -38,7 +54,7 @@ def upload(checkpoint: Path | str, url: str) -> None:
         if store.exists(remote_manifest):
             if store.cat_file(remote_manifest) == manifest:
                 return
-            store.mv(root, _free_remote_name(store, root), recursive=True)
+            _move(store, root, _free_remote_name(store, root))
         for entry in files:
             remote = f"{root}/{entry.name}"
             store.makedirs(remote.rsplit("/", 1)[0], exist_ok=True)
@@ -50,6 +66,17 @@ def upload(checkpoint: Path | str, url: str) -> None:
             f"upload to {url} failed ({type(error).__name__}: {error}); {checkpoint} is complete, "
             "check the URL and its credentials and upload it again"
         ) from error
+
+
+def _move(store: Any, root: str, target: str) -> None:
+    """Object stores have no folders to rename: file by file, the manifest last and gone first."""
+    files = sorted(store.find(root), key=lambda file: file == f"{root}/{MANIFEST_NAME}")
+    for file in files:
+        moved = target + file.removeprefix(root)
+        store.makedirs(moved.rsplit("/", 1)[0], exist_ok=True)
+        store.cp_file(file, moved)
+    for file in reversed(files):
+        store.rm_file(file)
 
 
 def _free_remote_name(store: Any, root: str) -> str:
@@ -77,7 +104,7 @@ def download(url: str, target: Path | str) -> CheckpointDir:
             return _same_or_refuse(target, scratch.path, url)
         scratch.path.chmod(0o755)
         scratch.path.rename(target)
-        fsync_directory(target.parent)
+        sync(target.parent)
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(
             f"download of {url} failed ({type(error).__name__}: {error}); check the URL, its "

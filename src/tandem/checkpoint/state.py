@@ -11,15 +11,19 @@ import base64
 import binascii
 import json
 import math
-import os
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tandem.checkpoint.background import deferral_at
 from tandem.errors import CheckpointError
+from tandem.files import write_durably
 
 
 def write_state(path: Path | str, obj: Any, *, allow_nonfinite: bool = False) -> None:
     """Write ``obj`` durably and at once: a reader sees the old file or the whole new one.
+
+    Inside a staging with a background writer the file appears when the block has ended.
 
     Raises:
         CheckpointError: ``obj`` holds a type that would not come back as itself, or NaN or an
@@ -27,16 +31,16 @@ def write_state(path: Path | str, obj: Any, *, allow_nonfinite: bool = False) ->
         OSError: the file cannot be written.
     """
     path = Path(path)
-    text = json.dumps(encode(obj, allow_nonfinite=allow_nonfinite), allow_nan=False, indent=1)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    encoded = encode(obj, allow_nonfinite=allow_nonfinite)
+    deferral = deferral_at(path)
+    if deferral is None:
+        _write(path, encoded)
+    else:
+        deferral.later(partial(_write, path, encoded))
+
+
+def _write(path: Path, encoded: Any) -> None:
+    write_durably(path, json.dumps(encoded, allow_nan=False, indent=1))
 
 
 def read_state(path: Path | str) -> Any:

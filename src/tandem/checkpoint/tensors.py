@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tandem.checkpoint.background import deferral_at
 from tandem.errors import CheckpointError
 
 _TIED = "tandem.tied"
@@ -22,21 +24,32 @@ _TIED = "tandem.tied"
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor]) -> None:
     """Write ``tensors``; names that are the same memory are written once and tied again on reading.
 
+    Inside a staging with a background writer they are copied, and written when the block has ended.
+
     Raises:
         CheckpointError: the file cannot be written.
     """
+    path = Path(path)
     stored: dict[str, Tensor] = {}
     tied: dict[str, str] = {}
     first_names: dict[tuple[object, ...], str] = {}
-    used: set[int] = set()
     for name, tensor in tensors.items():
         first = first_names.setdefault(_identity(name, tensor), name)
         if first == name:
-            stored[name] = _own_memory(tensor, used)
+            stored[name] = tensor
         else:
             tied[name] = first
+    deferral = deferral_at(path)
+    if deferral is not None:
+        deferral.later(partial(_save, path, deferral.copied(path, stored), tied))
+        return
+    used: set[int] = set()
+    _save(path, {name: _own_memory(tensor, used) for name, tensor in stored.items()}, tied)
+
+
+def _save(path: Path, stored: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
     try:
-        save_file(stored, str(path), metadata={"format": "pt", _TIED: json.dumps(tied)})
+        save_file(dict(stored), str(path), metadata={"format": "pt", _TIED: json.dumps(tied)})
     except (SafetensorError, OSError) as error:
         size = sum(tensor.nbytes for tensor in stored.values())
         raise CheckpointError(

@@ -12,6 +12,8 @@ import typer
 
 from tandem import __version__
 from tandem.cli import (
+    conformance,
+    data,
     doctor,
     dpo,
     evaluate,
@@ -22,6 +24,7 @@ from tandem.cli import (
     reward,
     rl,
     rollouts,
+    serve,
     sft,
     status,
 )
@@ -43,10 +46,13 @@ app.command("reward")(reward.reward)
 app.command("rl")(rl.rl)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.add_typer(model.app, name="model")
 app.command("rollouts")(rollouts.rollouts)
 app.command("replay")(replay.replay)
+app.add_typer(data.app, name="data")
 app.command("status")(status.status)
+app.command("conformance")(conformance.conformance)
 app.command("doctor")(doctor.doctor)
 
 

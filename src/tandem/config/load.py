@@ -19,7 +19,7 @@ from tandem.config.keys import (
     takes_only_text,
 )
 from tandem.config.parse import parse_yaml
-from tandem.config.schema import DPOConfig, RewardModelConfig, RLConfig, Root, SFTConfig
+from tandem.config.schema import DPOConfig, RewardModelConfig, RLConfig, Root, Section, SFTConfig
 from tandem.errors import ConfigError
 
 KINDS: dict[str, type[Root]] = {
@@ -50,6 +50,15 @@ def load_config(
     model = _kind_of(data, {".".join(path): text for path, text in pairs}, kind)
     for path, text in pairs:
         _apply(data, path, _value(model, path, text))
+    return validate(model, data)
+
+
+def validate(model: type[Section], data: Mapping[str, Any]) -> Any:
+    """A section, or a whole configuration, from plain values.
+
+    Raises:
+        ConfigError: every unknown key (with a suggestion) and every bad value, one a line.
+    """
     problems = list(_misused_booleans(model, data))
     try:
         config = model.model_validate(_completed(model, data))
@@ -58,6 +67,19 @@ def load_config(
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return config
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """``section.key=value`` items, the values read as YAML, as nested mappings.
+
+    Raises:
+        ConfigError: an item of another form, or a value that is not YAML.
+    """
+    data: dict[str, Any] = {}
+    for item in overrides:
+        path, text = _split(item)
+        _apply(data, path, parse_yaml(text))
+    return data
 
 
 def resolve_recipe(name: str) -> Path:

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tandem.config.urls import check_scheme
 from tandem.types import GenerationConfig
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -94,6 +95,25 @@ class OptimizerConfig(Section):
         return value
 
 
+class ParallelConfig(Section):
+    """How the ranks of a sharded backend divide the work.
+
+    Ranks that are left after ``tensor``, ``sequence`` and ``replicate`` shard parameters, gradients
+    and optimizer state. Each data-parallel rank has rows of its own; tensor-parallel ranks see the
+    same rows.
+    """
+
+    tensor: PositiveInt = Field(1, description="ranks that compute each layer together")
+    replicate: PositiveInt = Field(
+        1, description="hybrid sharding: whole copies of the model, each sharded over its own ranks"
+    )
+    sequence: PositiveInt = Field(1, description="ranks that share each sequence")
+    reduce_per_microbatch: bool = Field(
+        True, description="False: once a batch; less communication, whole gradients on every rank"
+    )
+    timeout_s: PositiveFloat = Field(1800.0, description="how long a rank waits for the others")
+
+
 class TrainConfig(OptimizerConfig):
     """The train engine and its optimizer; ``train.lr`` and friends are the optimizer's."""
 
@@ -106,6 +126,7 @@ class TrainConfig(OptimizerConfig):
     offload_params: bool = False
     offload_optimizer: bool = False
     offload_grads: bool = False
+    parallel: ParallelConfig = ParallelConfig()
 
 
 class InferenceConfig(Section):
@@ -160,9 +181,33 @@ class RewardConfig(Section):
 
     name: str = "auto"
     kwargs: dict[str, Any] = {}
+    per: Literal["completion", "group", "batch"] = Field(
+        "completion", description="what one call sees; group: all completions of a prompt"
+    )
+    batch_size: PositiveInt = Field(64, description="completions of one call, with per=batch")
+    batch_wait_s: NonNegativeFloat = Field(
+        0.05, description="how long a batch is collected, with per=batch"
+    )
+    max_concurrent: PositiveInt | None = Field(None, description="calls at once; None: any number")
     process: bool = False
     workers: PositiveInt = 1
     timeout_s: PositiveFloat = 30.0
+    memory_mb: PositiveInt | None = Field(
+        None, description="address space of a child process; needs process=true"
+    )
+    cpu_s: PositiveFloat | None = Field(
+        None, description="processor seconds of one call; needs process=true"
+    )
+    network: bool = Field(
+        True, description="false: child processes have no network; needs process=true and Linux"
+    )
+
+    @model_validator(mode="after")
+    def _limits_need_a_process(self) -> Self:
+        limited = self.memory_mb is not None or self.cpu_s is not None or not self.network
+        if limited and not self.process:
+            raise ValueError("reward.memory_mb, cpu_s and network=false need reward.process=true")
+        return self
 
 
 class RolloutConfig(Section):
@@ -270,8 +315,21 @@ class CheckpointConfig(Section):
         "have checkpoint_every",
     )
     keep: PositiveInt | None = 2
-    upload_url: str | None = None
+    background: bool = Field(
+        False,
+        description="training goes on while a checkpoint is written; costs a second copy of model "
+        "and optimizer in memory, and the newest checkpoint may not be on disk yet when a run is "
+        "killed",
+    )
+    upload_url: str | None = Field(None, description="any fsspec URL; gets a copy of each")
     export_model: bool = True
+
+    @field_validator("upload_url")
+    @classmethod
+    def _known_store(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_scheme(value)
+        return value
 
 
 class StoreConfig(Section):

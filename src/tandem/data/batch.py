@@ -193,7 +193,9 @@ def to_padded(batch: TensorDict) -> tuple[TensorDict, Layout]:
     fields = {}
     for name, value in batch.items():
         nested = isinstance(value, Tensor) and value.is_nested
-        fields[name] = value.to_padded_tensor(_pad_value(name)) if nested else value
+        # The size is given because torch pads to another one where it has not seen the lengths yet.
+        size = (len(lengths), width, *value.shape[2:]) if nested else None
+        fields[name] = value.to_padded_tensor(_pad_value(name), size) if nested else value
     fields["attention_mask"] = torch.arange(width, device=ids.device) < lengths[:, None]
     return TensorDict(fields, batch_size=batch.batch_size), Layout(offsets)
 

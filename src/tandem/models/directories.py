@@ -11,6 +11,8 @@ from pathlib import Path
 
 from transformers.utils import logging as hf_logging
 
+from tandem.files import sync
+
 
 @contextmanager
 def new_directory(target: Path, *, replace: bool = False) -> Iterator[Path]:
@@ -25,22 +27,14 @@ def new_directory(target: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         yield staging
         for path in staging.rglob("*"):
-            _sync(path)
+            sync(path)
         if replace and target.exists():
             os.rename(target, old)
         os.rename(staging, target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ tiny models is in ``tiny.py``, converting other formats in ``importing.py``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,6 +133,33 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+VOCABULARY_FILES = ("vocab.json", "vocab.txt", "merges.txt", "tokenizer.model")
+
+
+def tokenizer_digest(path: str) -> str | None:
+    """sha256 of what maps text to ids in a directory; None if it has no tokenizer.
+
+    The formatting of ``tokenizer.json`` and its padding and truncation do not count.
+
+    Raises:
+        DataError: ``tokenizer.json`` is damaged.
+    """
+    whole = Path(path) / "tokenizer.json"
+    digest = hashlib.sha256()
+    if whole.is_file():
+        try:
+            content = json.loads(whole.read_text(encoding="utf-8"))
+            content = {k: v for k, v in content.items() if k not in ("padding", "truncation")}
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"{str(whole)!r} is damaged: {_first_line(error)}") from error
+        digest.update(json.dumps(content, sort_keys=True).encode())
+        return digest.hexdigest()
+    files = [Path(path) / name for name in VOCABULARY_FILES if (Path(path) / name).is_file()]
+    for file in files:
+        digest.update(f"{file.name}:{file.stat().st_size}:".encode() + file.read_bytes())
+    return digest.hexdigest() if files else None
 
 
 def _check_directory(path: str, field: str, needed: str | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from tandem.files import write_durably
 from tandem.observe.plot import text_plot
 
 SUMMARY_FILE = "summary.json"
@@ -25,12 +25,7 @@ def write_summary(run_dir: str | Path, summary: Mapping[str, Any]) -> Path:
     path = Path(run_dir) / SUMMARY_FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(_jsonable(summary), indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    write_durably(path, text)
     return path
 
 

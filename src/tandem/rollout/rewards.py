@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.config.objects import load_object
 from tandem.errors import ConfigError
+from tandem.rollout.code_reward import code
 
 RewardFunction = Callable[..., Any]
 
@@ -148,6 +149,7 @@ def auto(
 
 BUILT_IN: dict[str, RewardFunction] = {
     "auto": auto,
+    "code": code,
     "concise_answer": concise_answer,
     "contains_answer": contains_answer,
     "exact_match": exact_match,

@@ -20,11 +20,12 @@ DEVICES = ("cuda", "npu", "cpu")
 ENTRY_POINTS = "tandem.train_engines"
 
 BUILT_IN: dict[Key, str] = {
-    (model_type, "local", device): f"tandem.train.local:{name}"
+    (model_type, backend, device): f"tandem.train.{backend}:{prefix}{name}"
+    for backend, prefix in (("local", "Local"), ("fsdp", "FSDP"))
     for model_type, name in (
-        ("language_model", "LocalTrainEngine"),
-        ("value_model", "LocalValueEngine"),
-        ("reward_model", "LocalRewardEngine"),
+        ("language_model", "TrainEngine"),
+        ("value_model", "ValueEngine"),
+        ("reward_model", "RewardEngine"),
     )
     for device in ("cpu", "cuda")
 }
@@ -110,6 +111,22 @@ class EngineRegistry:
             cls._has_loaded_entry_points = True
             for entry in entry_points(group=ENTRY_POINTS):
                 entry.load()
+
+
+def check_device(device: str | None, field: str = "train.device") -> None:
+    """Refuse a CUDA device that is not there; None is detected and always is.
+
+    Raises:
+        ConfigError: ``field`` names one.
+    """
+    kind, _, index = (device or "").partition(":")
+    if kind != "cuda":
+        return
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise ConfigError(f"{field}: got {device!r}, but there is no CUDA device; allowed: cpu")
+    if index.isdigit() and int(index) >= count:
+        raise ConfigError(f"{field}: got {device!r}, allowed: cuda:0 to cuda:{count - 1}")
 
 
 def detect_device() -> str:

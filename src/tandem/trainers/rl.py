@@ -311,7 +311,11 @@ class RLSession:
         config = self.config.checkpoint
         self.watch.phase("checkpoint")
         with staging(
-            self.run.dir, self.state.step, keep=config.keep, upload_url=config.upload_url
+            self.run.dir,
+            self.state.step,
+            keep=config.keep,
+            upload_url=config.upload_url,
+            background=self.run.writer,
         ) as target:
             self.train_engine.save_checkpoint(
                 str(target.path / "policy"), global_step=self.state.step
@@ -366,6 +370,7 @@ class RLSession:
             "mismatch_max": state.mismatch_max,
             "model_dir": str(model_dir) if model_dir else None,
         }
+        self.run.wait_for_checkpoint()
         write_summary(self.run.dir, summary)
         self._show(summary, model_dir)
         return summary
@@ -413,7 +418,8 @@ def has_signal(rows: TensorDict) -> bool:
 
 
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
-    """``config`` with ``max_prompt_tokens`` set to what context and micro-batch leave room for."""
+    """``config`` with ``max_prompt_tokens`` and ``generation.max_tokens`` set to what context and
+    micro-batch leave room for: no row of any workflow is longer."""
     generation = config.rollout.generation
     context = min(
         context_length(model_path),
@@ -435,7 +441,8 @@ def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
             f"completion must fit train.max_tokens_per_microbatch ({cap}) and the context "
             f"({context})"
         )
-    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
+    bounded = generation.new(max_tokens=min(context, cap))
+    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit, "generation": bounded})
     return config.model_copy(update={"rollout": rollout})
 
 
@@ -447,6 +454,7 @@ def open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
         model_path=model_path,
         lora=config.model.lora,
         seed=config.run.seed,
+        tokenizer_path=config.model.tokenizer_path,
     )
     steps = config.steps * config.algorithm.epochs * config.algorithm.minibatches
     batch_size = config.rollout.batch_size

@@ -15,7 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -25,12 +25,15 @@ import numpy as np
 import torch
 import yaml
 
-from tandem.checkpoint import CheckpointDir, latest, supersede_newer
-from tandem.config import Root, load_config, to_yaml
+from tandem.checkpoint import BackgroundWriter, CheckpointDir, check_store, latest, supersede_newer
+from tandem.config import Root, TrainConfig, load_config, to_yaml
+from tandem.config.launcher import launcher_facts
 from tandem.config.resume import check_resume
-from tandem.errors import ConfigError, Preempted
+from tandem.errors import CapabilityError, ConfigError, Preempted
+from tandem.files import write_durably
 from tandem.observe import MetricsLogger, setup_logging
 from tandem.observe.metrics import METRICS_FILE
+from tandem.train.registry import check_device
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +89,8 @@ class Run:
     metrics: MetricsLogger
     stop: StopSignal
     checkpoint: CheckpointDir | None = None
+    writer: BackgroundWriter | None = None
+    """Finishes checkpoints beside the training; None: they are written before it goes on."""
     started: float = field(default_factory=time.monotonic)
 
     def elapsed_s(self) -> float:
@@ -93,9 +98,19 @@ class Run:
         earlier = self.checkpoint.extra["wall_s"] if self.checkpoint else 0.0
         return float(earlier) + time.monotonic() - self.started
 
+    def wait_for_checkpoint(self) -> None:
+        """Until the last checkpoint is on disk.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        if self.writer is not None:
+            self.writer.wait()
+
     def raise_if_stopped(self) -> None:
         """Raise ``Preempted`` when a stop was asked for. Call it after the state was saved."""
         if self.stop.requested is not None:
+            self.wait_for_checkpoint()
             raise Preempted(
                 f"stopped by {self.stop.requested}; the state is saved, go on with --resume "
                 f"(run directory: {self.dir})"
@@ -110,7 +125,10 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         ConfigError: the directory holds a run and ``resume`` is off, or the reverse, or a key was
             changed that may not change on resume.
         CheckpointError: checkpoints exist and none can be trusted.
+        CapabilityError: a launcher started several ranks.
     """
+    _check_alone()
+    _check_machine(config)
     directory = Path(config.run.output_dir) / config.run.name
     config_file = directory / "config.yaml"
     if resume:
@@ -125,7 +143,7 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         if not resume:
             # Left by a start that failed before its first step, maybe with another seed.
             shutil.rmtree(directory / "initial_model", ignore_errors=True)
-            _write_durably(config_file, to_yaml(config))
+            write_durably(config_file, to_yaml(config))
         incarnation = _new_incarnation(directory)
         checkpoint = latest(directory) if resume else None
         step = 0
@@ -140,11 +158,33 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
             run_name=config.run.name,
             resume_step=step + 1 if checkpoint else 0,
         )
-        try:
-            with StopSignal() as stop:
-                yield Run(config, directory, incarnation, metrics, stop, checkpoint)
-        finally:
-            metrics.close()
+        with ExitStack() as stack:
+            stack.callback(metrics.close)
+            stop = stack.enter_context(StopSignal())
+            writer = None
+            if config.checkpoint.background:
+                writer = stack.enter_context(BackgroundWriter())
+            yield Run(config, directory, incarnation, metrics, stop, checkpoint, writer)
+
+
+def _check_alone() -> None:
+    """Several ranks would each train on all rows and write the same run directory."""
+    world_size = launcher_facts().world_size
+    if world_size > 1:
+        raise CapabilityError(
+            f"WORLD_SIZE: got {world_size}, allowed here: 1; a run drives one rank. Sharded "
+            "engines are driven from Python, see docs/distributed.md"
+        )
+
+
+def _check_machine(config: Root) -> None:
+    """What this machine lacks is said before anything is written or trained."""
+    for name, section in config:
+        for key, train in ((name, section), (f"{name}.train", getattr(section, "train", None))):
+            if isinstance(train, TrainConfig):
+                check_device(train.device, f"{key}.device")
+    if config.checkpoint.upload_url is not None:
+        check_store(config.checkpoint.upload_url)
 
 
 def _make_writable(directory: Path) -> None:
@@ -218,19 +258,5 @@ def _has_begun(directory: Path) -> bool:
 
 def _new_incarnation(directory: Path) -> str:
     incarnation = uuid.uuid4().hex[:12]
-    _write_durably(directory / "incarnation", incarnation)
+    write_durably(directory / "incarnation", incarnation)
     return incarnation
-
-
-def _write_durably(path: Path, text: str) -> None:
-    staged = path.with_name(path.name + ".new")
-    with staged.open("w", encoding="utf-8") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    staged.replace(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Literal, Protocol, TypeVar
 
 from tensordict import TensorDict
 
-from tandem.checkpoint import CheckpointDir, staging
+from tandem.checkpoint import BackgroundWriter, CheckpointDir, staging
 from tandem.config import LoraConfig, Root, StageConfig
 from tandem.data.examples import ExampleSource
 from tandem.errors import ConfigError
@@ -50,6 +50,7 @@ class SupervisedStage(ABC, Generic[Config, Example]):
     ) -> None:
         seed_generators(seed)
         self.config, self.seed, self.model_path = config, seed, model_path
+        self.tokenizer_path = tokenizer_path
         self.tokenizer = load_tokenizer(tokenizer_path or model_path)
         self.context = context_length(model_path)
         if config.max_length > self.context:
@@ -91,9 +92,12 @@ class SupervisedStage(ABC, Generic[Config, Example]):
         *,
         keep: int | None,
         upload_url: str | None = None,
+        background: BackgroundWriter | None = None,
         extra: dict[str, Any],
     ) -> None:
-        with staging(run_dir, self.step, keep=keep, upload_url=upload_url) as target:
+        with staging(
+            run_dir, self.step, keep=keep, upload_url=upload_url, background=background
+        ) as target:
             self.engine.save_checkpoint(str(target.path / "policy"), global_step=self.step)
             target.manifest_extra.update({"data": self.data.state_dict(), **extra})
 
@@ -116,6 +120,7 @@ class SupervisedStage(ABC, Generic[Config, Example]):
             model_path=self.model_path,
             lora=lora,
             seed=self.seed,
+            tokenizer_path=self.tokenizer_path,
         )
         engine.initialize(
             ft_spec=FinetuneSpec(
@@ -179,7 +184,13 @@ def run_steps(
             last = stage.step == stage.total_steps
             if stopping or last or (every and stage.step % every == 0):
                 extra = {"wall_s": run.elapsed_s(), **(evaluator.state() if evaluator else {})}
-                stage.save(directory, keep=keep, upload_url=upload_url, extra=extra)
+                stage.save(
+                    directory,
+                    keep=keep,
+                    upload_url=upload_url,
+                    background=run.writer,
+                    extra=extra,
+                )
             run.raise_if_stopped()
 
 
@@ -200,6 +211,7 @@ def finish(
         "dropped": stage.data.dropped,
         "model_dir": str(model_dir) if model_dir else None,
     }
+    run.wait_for_checkpoint()
     write_summary(run.dir, summary)
     if config.tracking.progress:
         final_screen(
