@@ -36,7 +36,7 @@ class RunConfig(Section):
         None, description="torch threads of the training process; None: cores minus the generator's"
     )
     stall_timeout_s: PositiveFloat = Field(
-        1800.0, description="the run ends with an error when nothing at all moved for so long"
+        1800.0, description="RL ends with an error when nothing at all moved for so long"
     )
 
 
