@@ -13,9 +13,9 @@ from tandem.config.algorithm import (
 )
 from tandem.config.load import load_config, resolve_recipe, to_yaml
 from tandem.config.resume import RESUMABLE_CHANGES, check_resume
+from tandem.config.rl import CriticConfig, RLConfig
 from tandem.config.schema import (
     CheckpointConfig,
-    CriticConfig,
     DataConfig,
     DPOConfig,
     DPOStageConfig,
@@ -30,7 +30,6 @@ from tandem.config.schema import (
     RewardConfig,
     RewardModelConfig,
     RewardStageConfig,
-    RLConfig,
     RolloutConfig,
     Root,
     RunConfig,

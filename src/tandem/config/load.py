@@ -19,7 +19,8 @@ from tandem.config.keys import (
     takes_only_text,
 )
 from tandem.config.parse import parse_yaml
-from tandem.config.schema import DPOConfig, RewardModelConfig, RLConfig, Root, SFTConfig
+from tandem.config.rl import RLConfig
+from tandem.config.schema import DPOConfig, RewardModelConfig, Root, SFTConfig
 from tandem.config.section import Section
 from tandem.errors import ConfigError
 
