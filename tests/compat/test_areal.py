@@ -413,6 +413,10 @@ def test_a_request_is_read_by_its_attributes():
     ours = our_request(theirs)
     assert ours.input_ids == (1, 2)
     assert ours.gconfig == GenerationConfig(max_new_tokens=8, stop_token_ids=(3,))
+    theirs.image_data = ["a picture"]
+    with pytest.raises(ConfigError, match="image_data"):
+        our_request(theirs)
+    theirs.image_data = None
     theirs.gconfig.use_beam_search = True
     with pytest.raises(ConfigError, match="use_beam_search"):
         our_request(theirs)
@@ -421,6 +425,10 @@ def test_a_request_is_read_by_its_attributes():
 def test_an_update_without_version_is_the_next_one():
     assert weight_update_meta(SimpleNamespace(type="disk", path="/x"), 7).version == 7
     theirs = SimpleNamespace(type="disk", path="/x", version=3)
-    assert weight_update_meta(theirs, 7) == WeightUpdateMeta("disk", 3, path="/x")
+    ours = weight_update_meta(theirs, 7)
+    assert ours == WeightUpdateMeta("disk", 3, incarnation=ours.incarnation, path="/x")
+    assert weight_update_meta(ours, 9) is ours
+    with pytest.raises(ConfigError, match="use_lora"):
+        weight_update_meta(SimpleNamespace(type="disk", use_lora=True), 7)
     with pytest.raises(ConfigError, match="xccl"):
         weight_update_meta(SimpleNamespace(type="xccl"), 7)

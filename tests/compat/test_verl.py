@@ -213,9 +213,16 @@ def test_positions_of_several_dimensions_are_refused(make_engine, sequences, mas
         BaseEngine(make_engine()).infer_batch(batch)
 
 
-def test_a_batch_without_ids_is_refused(make_engine):
+def test_an_incomplete_batch_is_refused(make_engine, sequences, masks):
+    view = BaseEngine(make_engine())
     with pytest.raises(DataError, match="input_ids"):
-        BaseEngine(make_engine()).infer_batch(TensorDict({}, batch_size=[2]))
+        view.infer_batch(TensorDict({}, batch_size=[2]))
+    with pytest.raises(DataError, match="attention_mask"):
+        view.infer_batch(TensorDict({"input_ids": torch.ones(2, 3).long()}, batch_size=[2]))
+    with pytest.raises(DataError, match="temperature"):
+        view.infer_batch(make_batch(sequences, masks, temperature=[1.0, 2.0]))
+    with pytest.raises(DataError, match="loss_function"):
+        view.forward_backward_batch(make_batch(sequences, masks), None)
 
 
 def test_selected_rows_share_their_lengths_and_keep_settings(sequences, masks):

@@ -123,6 +123,25 @@ def test_a_prolonged_run_is_replayed_up_to_its_prolongation_and_from_there(
     assert (report.first, report.last) == (7, 8)
 
 
+def test_after_a_resume_the_trainers_weights_serve_before_the_first_rollout(
+    tmp_path: Path, problems: Problems
+) -> None:
+    bed = Bed(tmp_path, rl_settings(problems, {"tiny": TINY}))
+    fast = ("train.lr=0.05", "checkpoint.export_model=false", "eval.data=null")
+    run_rl(bed.config(*fast, "steps=3"))
+    run_rl(bed.config(*fast, "steps=5"), resume=True)
+    gaps = [row["mismatch/same_version_max"] for row in metrics(bed.run_dir()) if row["step"] > 3]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4
+    db = sqlite3.connect(bed.run_dir() / STORE_FILE)
+    found = db.execute(
+        "SELECT incarnation, min(started_version), max(started_version) FROM episodes "
+        "GROUP BY incarnation ORDER BY min(key)"
+    ).fetchall()
+    db.close()
+    assert [(low, high) for _, low, high in found] == [(0, 2), (3, 4)]
+
+
 def test_what_cannot_be_replayed_says_why(copy: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="allowed: 0, 2, 4"):
         run_replay(copy, from_step=3)

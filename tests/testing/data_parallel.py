@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tandem.train import EngineRegistry, LocalTrainEngine
-from tandem.types import SaveLoadMeta
 
 BACKEND = "data_parallel"
 
@@ -40,23 +40,8 @@ class DataParallelEngine(LocalTrainEngine):
             dist.all_reduce(parameter.grad)
         return super()._grad_norm()
 
-    def _sum_over_ranks(self, value: float) -> float:
-        return sum(self._gather_over_ranks(value))
-
-    def _gather_over_ranks(self, value: Any) -> list[Any]:
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, value)
-        return found
-
-    def _agree_max(self, value: int) -> int:
-        return max(self._gather_over_ranks(value))
-
-    def save(self, meta: SaveLoadMeta) -> None:
-        if dist.get_rank() == 0:
-            super().save(meta)
-        dist.barrier()
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        if dist.get_rank() == 0:
-            super().save_checkpoint(*args, **kwargs)
-        dist.barrier()
+    def _copy_full(self, into: Tensor, full: Tensor | None) -> None:
+        with torch.no_grad():
+            if full is not None:
+                into.copy_(full)
+            dist.broadcast(into, src=0)

@@ -1,4 +1,4 @@
-"""Data-parallel engines that are broken on purpose; faults that only several ranks can show."""
+"""Engines over several ranks that are broken on purpose, with faults that one rank cannot show."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import torch.distributed as dist
 
 from tandem.data.batch import to_padded
 from tandem.train import EngineRegistry, LocalTrainEngine, step
+from tandem.train.fsdp import FSDPTrainEngine
 from tests.testing.data_parallel import DataParallelEngine
 
-RANK_MUTANTS: dict[str, tuple[str, str]] = {}
-"""Name of the backend -> check that must fail, part of the name of the figure that misses."""
+RANK_MUTANTS: dict[str, tuple[str, str, dict[str, int]]] = {}
+"""Name of the backend -> check that must fail, part of the name of the figure, degrees."""
 
 
-def breaks(check, figure):
+def breaks(check, figure, **parallel):
     def register(engine):
         EngineRegistry.register("language_model", engine.__name__, "cpu")(engine)
-        RANK_MUTANTS[engine.__name__] = (check, figure)
+        RANK_MUTANTS[engine.__name__] = (check, figure, parallel)
         return engine
 
     return register
@@ -104,6 +105,12 @@ class StopsWithTheFirstRankToFinish(DataParallelEngine):
     def _backward(self, loss, **kwargs):
         self.left -= 1
         super()._backward(loss if self.left >= 0 else 0.0 * loss, **kwargs)
+
+
+@breaks("tensor parallelism", "gradient of", tensor=2)
+class CountsCopiesOfRowsTwice(FSDPTrainEngine):
+    def _backward(self, loss, **kwargs):
+        super()._backward(loss * self.config.parallel.tensor, **kwargs)
 
 
 # --- ranks that do not come back ------------------------------------------------------------------

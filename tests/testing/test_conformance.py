@@ -43,7 +43,7 @@ def test_the_local_engine_conforms():
     assert list(verdicts(report)) == list(CHECKS)
     skipped = {outcome.check for outcome in report.outcomes if outcome.verdict != "pass"}
     adapters = {"reference policy", "frozen base"}
-    assert skipped == WITHOUT_RANKS | adapters | {"values", "scores", "capabilities"}
+    assert skipped == WITHOUT_RANKS | adapters | {"values", "scores"}
     assert all(outcome.detail for outcome in report.outcomes)
 
 
@@ -55,7 +55,7 @@ def test_the_local_engine_conforms_with(model_type, lora, dtype):
     report = run("local", device="cpu", model_type=model_type, lora=lora, dtype=dtype)
     assert report.failed == []
     skipped = {outcome.check for outcome in report.outcomes if outcome.verdict != "pass"}
-    assert skipped == WITHOUT_RANKS | OF_OTHER_TYPES[model_type] | {"capabilities"} | (
+    assert skipped == WITHOUT_RANKS | OF_OTHER_TYPES[model_type] | (
         set() if lora else {"reference policy", "frozen base"}
     )
 

@@ -28,6 +28,7 @@ OF_RANKS = (
     "optimizer steps",
     "resume",
     "reshard",
+    "row over the cap",
 )
 RIGHT = Subject(BACKEND, world=2)
 
@@ -36,7 +37,10 @@ RIGHT = Subject(BACKEND, world=2)
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
     """Of a backend that is right, of the broken ones, of one that dies, and of a check after it."""
     tasks = [(RIGHT, check) for check in OF_RANKS]
-    tasks += [(Subject(name, world=2), check) for name, (check, _) in RANK_MUTANTS.items()]
+    tasks += [
+        (Subject(name, world=2, train={"parallel": parallel}), check)
+        for name, (check, _, parallel) in RANK_MUTANTS.items()
+    ]
     tasks += [(Subject("dies", world=2), "version"), (RIGHT, "version")]
     return run_ranks(Job(tasks, MODULES), tmp_path_factory.mktemp("ranks"))
 
@@ -48,7 +52,7 @@ def test_a_foreign_data_parallel_backend_conforms(outcomes):
 
 @pytest.mark.parametrize("number", range(len(RANK_MUTANTS)), ids=list(RANK_MUTANTS))
 def test_broken_ranks_are_caught(outcomes, number):
-    _, figure = list(RANK_MUTANTS.values())[number]
+    _, figure, _ = list(RANK_MUTANTS.values())[number]
     assert_caught(outcomes[len(OF_RANKS) + number], figure)
 
 
@@ -63,6 +67,28 @@ def test_a_rank_that_dies_is_named_and_the_next_check_runs(outcomes):
 @pytest.mark.long
 def test_a_foreign_data_parallel_backend_conforms_as_a_whole():
     report = run(BACKEND, world=2, device="cpu", modules=MODULES)
+    assert report.failed == []
+    assert report["world size"].verdict == "pass"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["sharded", "tensor"])
+@pytest.mark.parametrize("model_type", ["language_model", "value_model", "reward_model"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_the_sharded_engine_conforms(parallel, model_type, lora):
+    report = run(
+        "fsdp", world=2, device="cpu", model_type=model_type, lora=lora,
+        train={"parallel": parallel},
+    )  # fmt: skip
+    assert report.failed == []
+    name = "tensor parallelism" if parallel else "world size"
+    assert report[name].verdict == "pass"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("parallel", [{}, {"replicate": 2}, {"tensor": 2}], ids=str)
+def test_the_sharded_engine_conforms_on_four_ranks(parallel):
+    report = run("fsdp", world=4, device="cpu", train={"parallel": parallel})
     assert report.failed == []
     assert report["world size"].verdict == "pass"
 

@@ -100,33 +100,24 @@ def models(tmp_path_factory, model_path, tied_path):
     return found
 
 
-def outcomes(world, listed):
-    @pytest.fixture(scope="module")
-    def run(tmp_path_factory, models):
-        return run_checks(world, listed, tmp_path_factory.mktemp(f"world{world}"), models)
-
-    return run
-
-
-two_ranks = outcomes(2, ON_TWO_RANKS)
-four_ranks = outcomes(4, ON_FOUR_RANKS)
-four_ranks_long = outcomes(4, ON_FOUR_RANKS_LONG)
+def assert_all_hold(world, listed, folder, models):
+    """One test for all checks of a start: workers of pytest-xdist would start them anew."""
+    outcomes = run_checks(world, listed, folder, models)
+    failed = {name: error for name, error in outcomes.items() if error is not None}
+    assert not failed, "\n".join(f"{name}\n{error}" for name, error in failed.items())
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in ON_TWO_RANKS])
-def test_on_two_ranks(two_ranks, name):
-    assert two_ranks[name] is None, two_ranks[name]
+def test_every_check_holds_on_two_ranks(tmp_path, models):
+    assert_all_hold(2, ON_TWO_RANKS, tmp_path, models)
 
 
-@pytest.mark.parametrize("name", [check.__name__ for check in ON_FOUR_RANKS])
-def test_on_four_ranks(four_ranks, name):
-    assert four_ranks[name] is None, four_ranks[name]
+def test_the_layouts_hold_on_four_ranks(tmp_path, models):
+    assert_all_hold(4, ON_FOUR_RANKS, tmp_path, models)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [check.__name__ for check in ON_FOUR_RANKS_LONG])
-def test_the_rest_on_four_ranks(four_ranks_long, name):
-    assert four_ranks_long[name] is None, four_ranks_long[name]
+def test_the_other_checks_hold_on_four_ranks(tmp_path, models):
+    assert_all_hold(4, ON_FOUR_RANKS_LONG, tmp_path, models)
 
 
 # --- one process, without a launcher --------------------------------------------------------------

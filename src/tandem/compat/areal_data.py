@@ -7,6 +7,7 @@ in ``areal``, the shift by one token in ``alignment``.
 from __future__ import annotations
 
 import dataclasses
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,9 @@ TOP_K_OFF = 100_000_000
 """AReaL's way to say that all tokens may be drawn."""
 
 TRANSPORTS = ("inprocess", "shared_memory", "disk")
+
+INCARNATION = uuid.uuid4().hex
+"""AReaL numbers its weights alone; this tells those of one start from another's."""
 
 # --- batches --------------------------------------------------------------------------------------
 
@@ -136,10 +140,13 @@ def our_request(req: Any) -> LLMRequest:
     """Ours unchanged, AReaL's by its attributes.
 
     Raises:
-        ConfigError: a generation setting that we do not have is not at its default.
+        ConfigError: it has images, or a generation setting that we do not have.
     """
     if isinstance(req, LLMRequest):
         return req
+    for name in ("image_data", "vision_msg_vllm"):
+        if getattr(req, name, None):
+            raise ConfigError(f"request.{name}: given, but only token ids can be completed")
     return LLMRequest(
         rid=req.rid,
         input_ids=tuple(int(token) for token in req.input_ids),
@@ -196,14 +203,20 @@ def weight_update_meta(meta: Any, next_version: int) -> WeightUpdateMeta:
     """Ours unchanged; AReaL's names a transport and a path, its version is optional.
 
     Raises:
-        ConfigError: a transport that we do not have.
+        ConfigError: a transport that we do not have, or an adapter alone.
     """
     if isinstance(meta, WeightUpdateMeta):
         return meta
+    if getattr(meta, "use_lora", False):
+        raise ConfigError("meta.use_lora: got True, allowed: False; adapters are sent merged")
     if meta.type not in TRANSPORTS:
         raise ConfigError(f"meta.type: got {meta.type!r}, allowed: {', '.join(TRANSPORTS)}")
+    # 0, the default of some releases, was served before any update.
     version = getattr(meta, "version", None) or getattr(meta, "model_version", None)
     path = getattr(meta, "path", None)
     return WeightUpdateMeta(
-        meta.type, version or next_version, path=None if path is None else str(path)
+        meta.type,
+        version or next_version,
+        incarnation=INCARNATION,
+        path=None if path is None else str(path),
     )

@@ -20,7 +20,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tandem.compat.verl_batch import VerlBatch, collect
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, DataError
 from tandem.train import EngineRegistry as TrainEngineRegistry
 from tandem.train import TrainEngine
 from tandem.train.registry import DEVICES, MODEL_TYPES, detect_device
@@ -100,6 +100,8 @@ class BaseEngine:
         The last two have one entry a micro-batch. ``model_output`` is filled when ``forward_only``
         or when ``data`` asks by ``return_model_output``.
         """
+        if loss_function is None and not forward_only:
+            raise DataError("loss_function: got None, allowed only with forward_only")
         group = self.get_data_parallel_group()
         batch = VerlBatch(data, self.engine.output_names, self._sum_over_ranks, self._agree_max)
         batch.data.set_non_tensor("dp_size", self.get_data_parallel_size())
@@ -157,7 +159,8 @@ class BaseEngine:
         self._saved.append(Path(local_path))
         while max_ckpt_to_keep is not None and len(self._saved) > max(1, max_ckpt_to_keep):
             oldest = self._saved.pop(0)
-            if self.get_data_parallel_rank() == 0 and self.is_mp_src_rank_with_outputs():
+            is_first = self.get_data_parallel_rank() == 0 and self.is_mp_src_rank_with_outputs()
+            if is_first and oldest.exists():
                 shutil.rmtree(oldest)
 
     def load_checkpoint(

@@ -44,16 +44,18 @@ class VerlBatch:
         sum_over_ranks: Callable[[float], float],
         agree_max: Callable[[int], int],
     ) -> None:
-        if "input_ids" not in data.keys():  # noqa: SIM118
-            raise DataError("input_ids: missing from the batch")
+        names = {str(name) for name in data.keys()}  # noqa: SIM118
+        self.is_jagged = "input_ids" in names and bool(data["input_ids"].is_nested)
+        for name in ("input_ids", *(() if self.is_jagged else ("attention_mask",))):
+            if name not in names:
+                raise DataError(f"{name}: missing from the batch; found: {sorted(names)}")
         self.data = data.copy()
         self._agree_max = agree_max
-        self.is_jagged = bool(data["input_ids"].is_nested)
         self.rows = self._engine_rows()
         self.outputs = self._wanted(output_names)
         self.losses: list[float] = []
         self.metrics: dict[str, Any] = {}
-        if "loss_mask" in data.keys():  # noqa: SIM118
+        if "loss_mask" in names:
             count = sum_over_ranks(float(_flat(data["loss_mask"]).sum()))
             self.data.set_non_tensor("batch_num_tokens", int(count))
 
@@ -82,6 +84,10 @@ class VerlBatch:
                 )
             fields["position_ids"] = positions.long()
         temperature = torch.as_tensor(self.setting("temperature", 1.0), dtype=torch.float32)
+        if temperature.numel() not in (1, num_rows):
+            raise DataError(
+                f"temperature: got {temperature.numel()} numbers, expected 1 or {num_rows}"
+            )
         fields["temperature"] = temperature.reshape(-1).expand(num_rows).to(ids.device)
         fields["loss_weights"] = torch.ones(num_rows, device=ids.device)
         fields[ROWS] = torch.arange(num_rows, device=ids.device)

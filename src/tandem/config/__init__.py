@@ -3,10 +3,18 @@
 Nothing here imports torch; a component is handed its own section, never the root.
 """
 
+from tandem.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    FrozenModelConfig,
+    ScoringModelConfig,
+    ShapingConfig,
+    TeacherConfig,
+)
 from tandem.config.load import load_config, resolve_recipe, to_yaml
 from tandem.config.resume import RESUMABLE_CHANGES, check_resume
+from tandem.config.rl import CriticConfig, RLConfig
 from tandem.config.schema import (
-    AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
     DPOConfig,
@@ -22,7 +30,6 @@ from tandem.config.schema import (
     RewardConfig,
     RewardModelConfig,
     RewardStageConfig,
-    RLConfig,
     RolloutConfig,
     Root,
     RunConfig,
@@ -38,10 +45,13 @@ __all__ = [
     "RESUMABLE_CHANGES",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CorrectionConfig",
+    "CriticConfig",
     "DPOConfig",
     "DPOStageConfig",
     "DataConfig",
     "EvalConfig",
+    "FrozenModelConfig",
     "InferenceConfig",
     "LoraConfig",
     "ModelConfig",
@@ -58,7 +68,10 @@ __all__ = [
     "RunConfig",
     "SFTConfig",
     "SFTStageConfig",
+    "ScoringModelConfig",
+    "ShapingConfig",
     "StageConfig",
+    "TeacherConfig",
     "TinyModelConfig",
     "TrackingConfig",
     "TrainConfig",

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tandem.config.section import (
+    Beta,
+    Dtype,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from tandem.config.urls import check_scheme
 from tandem.types import GenerationConfig
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Dtype = Literal["float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class RunConfig(Section):
@@ -32,7 +30,7 @@ class RunConfig(Section):
         None, description="torch threads of the training process; None: cores minus the generator's"
     )
     stall_timeout_s: PositiveFloat = Field(
-        1800.0, description="the run ends with an error when nothing at all moved for so long"
+        1800.0, description="RL ends with an error when nothing at all moved for so long"
     )
 
 
@@ -200,7 +198,8 @@ class InferenceConfig(Section):
 class RewardConfig(Section):
     """What scores a completion.
 
-    ``name`` is ``auto`` (the data source's own scorer), a built-in, ``path/to/file.py:function`` or
+    ``name`` is ``auto`` (the data source's own scorer), ``model`` (0 here: the section
+    ``reward_model`` of an RL run scores it), another built-in, ``path/to/file.py:function`` or
     ``package.module:function``; ``process`` runs it in child processes with a deadline.
     """
 
@@ -253,33 +252,6 @@ class RolloutConfig(Section):
     max_failures_in_row: PositiveInt = 16
     drop_zero_variance: bool = Field(False, description="dynamic sampling: reject such groups")
     max_rejected_in_row: PositiveInt = 512
-
-
-class AlgorithmConfig(Section):
-    advantage: str = "grpo"
-    advantage_kwargs: dict[str, Any] = {}
-    policy_loss: str = "ppo_clip"
-    clip_low: NonNegativeFloat | None = Field(None, description="None: the policy loss's own")
-    clip_high: NonNegativeFloat | None = Field(None, description="None: the policy loss's own")
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    aggregation: Literal[
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ] = "token-mean"
-    horizon: PositiveInt | None = Field(None, description="divisor of seq-mean-token-sum-norm")
-    decoupled: bool = Field(
-        False, description="decoupled PPO: weight tokens by prox / behaviour probability"
-    )
-    behaviour_cap: PositiveFloat = Field(5.0, description="drop tokens whose weight exceeds it")
-    kl_coef: NonNegativeFloat = 0.0
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    entropy_coef: NonNegativeFloat = 0.0
-    epochs: PositiveInt = 1
-    minibatches: PositiveInt = 1
-    mask_truncated: bool = False
 
 
 class DataConfig(Section):
@@ -355,18 +327,6 @@ class CheckpointConfig(Section):
         if value is not None:
             check_scheme(value)
         return value
-
-
-class StoreConfig(Section):
-    """How long the trajectory store keeps what was trained on or dropped.
-
-    What the oldest kept checkpoint may need stays in any case.
-    """
-
-    keep_steps: PositiveInt | None = Field(None, description="steps of training; None: all")
-    max_size_mb: PositiveInt = Field(
-        2048, description="contents beyond it go, the oldest first (MiB)"
-    )
 
 
 class TrackingConfig(Section):
@@ -493,56 +453,3 @@ class RewardModelConfig(PairRoot):
 
     kind: Literal["reward"] = "reward"
     reward: RewardStageConfig
-
-
-class RLConfig(Root):
-    """A run of reinforcement learning; ``warmup`` is an optional supervised stage before it."""
-
-    kind: Literal["rl"] = "rl"
-    warmup: SFTStageConfig | None = None
-    data: DataConfig
-    train: TrainConfig = TrainConfig()
-    inference: InferenceConfig = InferenceConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    store: StoreConfig = StoreConfig()
-    eval: EvalConfig = EvalConfig()
-    steps: PositiveInt = 100
-
-    @model_validator(mode="after")
-    def _trainable(self) -> Self:
-        rollout, algorithm = self.rollout, self.algorithm
-        changed = rollout.generation.untrainable_fields()
-        if changed:
-            raise ValueError(
-                f"rollout.generation.{changed[0]} changes the sampled distribution, which training "
-                "cannot replay; use the neutral value (top_p 1, top_k 0, min_p 0, penalties off, "
-                "temperature > 0)"
-            )
-        if rollout.generation.n_samples != 1:
-            raise ValueError("rollout.generation.n_samples: use rollout.group_size instead")
-        if rollout.batch_size % algorithm.minibatches:
-            raise ValueError(
-                f"rollout.batch_size ({rollout.batch_size}) must be a multiple of "
-                f"algorithm.minibatches ({algorithm.minibatches})"
-            )
-        if rollout.min_group_size > rollout.group_size:
-            raise ValueError("rollout.min_group_size must be <= rollout.group_size")
-        if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.horizon is None:
-            raise ValueError("algorithm.horizon is required by seq-mean-token-sum-norm")
-        return self
-
-    @model_validator(mode="after")
-    def _deterministic(self) -> Self:
-        if self.inference.deterministic:
-            found = {
-                "train.dtype": (self.train.dtype, "float32"),
-                "train.device": (self.train.device, "cpu"),
-                "run.threads": (self.run.threads, 1),
-            }
-            for name, (value, needed) in found.items():
-                if value != needed:
-                    raise ValueError(
-                        f"inference.deterministic needs {name}={needed}, got {value!r}"
-                    )
-        return self

@@ -5,7 +5,7 @@ Tensors only; states and clocks are the executor's, bytes are ``encoding``'s.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,15 @@ REQUIRED_PER_TOKEN = {
     "logprobs": torch.float32,
     "versions": torch.int64,
 }
+
+
+PER_ROW = {
+    "group_ids": torch.int64,
+    "sample_ids": torch.int64,
+    "truncated": torch.bool,
+    "temperature": torch.float32,
+}
+"""What a workflow may leave out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,48 +69,44 @@ def check_rows(
             f"{where}: batch_size {list(rows.batch_size)}, allowed: [B], B >= 1; return None to "
             "reject an episode"
         )
-    rows = rows.copy()
+    # A plain dict: every access to a TensorDict costs as much as a check.
+    tensors = dict(rows.items())
     num_rows = rows.batch_size[0]
-    shape = _require(rows, "input_ids", torch.int64, where).shape
+    shape = _require(tensors, "input_ids", torch.int64, where).shape
     if len(shape) != 2 or shape[1] < 1:
         raise DataError(f"{where}: input_ids has shape {list(shape)}, allowed: [B, T], T >= 1")
     per_token = {}
     for key, dtype in REQUIRED_PER_TOKEN.items():
-        value = _require(rows, key, dtype, where)
+        value = _require(tensors, key, dtype, where)
         if value.shape != shape:
             raise DataError(f"{where}: {key} has shape {list(value.shape)}, allowed: {list(shape)}")
         per_token[key] = value.numpy(force=True)
-    rewards = _require(rows, "rewards", torch.float32, where)
+    rewards = _require(tensors, "rewards", torch.float32, where)
     if rewards.shape != (num_rows,):
         raise DataError(f"{where}: rewards has shape {list(rewards.shape)}, allowed: [{num_rows}]")
     facts = _facts(rewards.numpy(force=True), where, **per_token)
-    _fill_in(rows, num_rows, episode_id, temperature, where)
-    rows["episode_ids"] = torch.full((num_rows,), episode_id, dtype=torch.int64)
-    rows["attempt"] = torch.full((num_rows,), attempt, dtype=torch.int64)
-    return rows, facts
+    _fill_in(tensors, num_rows, episode_id, temperature, where)
+    tensors["episode_ids"] = torch.full((num_rows,), episode_id, dtype=torch.int64)
+    tensors["attempt"] = torch.full((num_rows,), attempt, dtype=torch.int64)
+    return TensorDict(tensors, batch_size=[num_rows]), facts
 
 
 def _fill_in(
-    rows: TensorDict, num_rows: int, episode_id: int, temperature: float, where: str
+    tensors: dict[str, Any], num_rows: int, episode_id: int, temperature: float, where: str
 ) -> None:
-    for key, dtype in (
-        ("group_ids", torch.int64),
-        ("sample_ids", torch.int64),
-        ("truncated", torch.bool),
-        ("temperature", torch.float32),
-    ):
-        if key in rows:
-            if _require(rows, key, dtype, where).shape != (num_rows,):
+    for key, dtype in PER_ROW.items():
+        if key in tensors:
+            if _require(tensors, key, dtype, where).shape != (num_rows,):
                 raise DataError(f"{where}: {key} has another shape than [{num_rows}]")
         elif key == "sample_ids":
-            rows[key] = torch.arange(num_rows)
+            tensors[key] = torch.arange(num_rows)
         else:
             value = {"group_ids": episode_id, "truncated": False, "temperature": temperature}[key]
-            rows[key] = torch.full((num_rows,), value, dtype=dtype)
+            tensors[key] = torch.full((num_rows,), value, dtype=dtype)
 
 
-def _require(rows: TensorDict, key: str, dtype: torch.dtype, where: str) -> torch.Tensor:
-    value = rows.get(key, None)
+def _require(tensors: Mapping[str, Any], key: str, dtype: torch.dtype, where: str) -> torch.Tensor:
+    value = tensors.get(key)
     if not isinstance(value, torch.Tensor):
         raise DataError(f"{where}: {key} is missing; a workflow returns it as {dtype}")
     if value.dtype != dtype:
@@ -132,11 +137,13 @@ def _facts(
     if np.isinf(rewards).any():
         raise DataError(f"{where}: a reward is infinite, allowed: finite numbers, NaN for no score")
     scored = rewards[rewards == rewards]
+    made_oldest, made_newest = _bounds(versions[versions >= 0])
     return RowFacts(
         num_rows=len(rewards),
         num_trained=len(trained),
-        reward=float(scored.mean(dtype=np.float64)) if len(scored) else None,
-        **dict(zip(("oldest", "newest"), _bounds(versions[versions >= 0]), strict=True)),
+        reward=float(scored.sum(dtype=np.float64)) / len(scored) if len(scored) else None,
+        oldest=made_oldest,
+        newest=made_newest,
         trained_oldest=oldest,
         trained_newest=newest,
     )

@@ -42,6 +42,8 @@ STORE_FILE = "rollouts.sqlite"
 SCHEMA_VERSION = 1
 _APPLICATION_ID = 0x54414E44  # "TAND"
 _BUSY_TIMEOUT_S = 30.0
+_TEXT = json.JSONEncoder(default=str)
+"""Spans are a workflow's own words: whatever is in them, they do not end the run."""
 
 _SCHEMA = f"""
 PRAGMA auto_vacuum = INCREMENTAL;
@@ -68,8 +70,6 @@ CREATE TABLE episodes (
   size_bytes INTEGER NOT NULL
 );
 CREATE INDEX episodes_by_id ON episodes (episode_id);
-CREATE INDEX episodes_by_step ON episodes (step) WHERE step IS NOT NULL;
-CREATE INDEX episodes_by_closed ON episodes (closed_version) WHERE closed_version IS NOT NULL;
 CREATE TABLE contents (
   key INTEGER PRIMARY KEY REFERENCES episodes (key),
   prompt TEXT,
@@ -356,9 +356,7 @@ def _add(db: sqlite3.Connection, episode: StoredEpisode) -> None:
             content.size_bytes,
         ),
     )
-    # Spans are a workflow's own words: whatever is in them, they do not end the run.
-    spans = json.dumps(content.spans, default=str)
-    texts = json.dumps(content.completions), json.dumps(content.rewards), spans
+    texts = map(_TEXT.encode, (content.completions, content.rewards, content.spans))
     values = (episode.key, content.prompt, *texts, content.rows)
     db.execute(_INSERT_CONTENT, values)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tandem.data.batch import WEIGHT_KEYS, Layout, check_batch, to_padded
 from tandem.data.packing import PackedRows, cut_microbatches, dummy_rows, pack
 from tandem.errors import DataError
-from tandem.train.forward import ROW_OUTPUTS
+from tandem.train.forward import CANDIDATES, ROW_OUTPUTS
 from tandem.train.ranks import on_all_ranks
 from tandem.types import LossFn, Metric, Reduction
 
@@ -47,12 +47,13 @@ class StepResult:
 def required_outputs(loss_fn: LossFn | None, allowed: Collection[str]) -> frozenset[str]:
     """The outputs a loss asks for by its attribute ``required_outputs``; all must be allowed.
 
-    Beside them a loss of a language model may ask for ``logits``.
+    Beside them a loss of a language model may ask for ``logits`` and ``CANDIDATES``.
     """
     if loss_fn is None:
         return frozenset()
     names = frozenset(getattr(loss_fn, "required_outputs", {"train_logprobs"}))
-    known = [*allowed, "logits"] if "train_logprobs" in allowed else list(allowed)
+    extra = ["logits", CANDIDATES] if "train_logprobs" in allowed else []
+    known = [*allowed, *extra]
     if unknown := names - set(known):
         raise DataError(f"loss_fn.required_outputs: got {sorted(unknown)}, allowed here: {known}")
     return names
@@ -267,7 +268,8 @@ class Collector:
     def __init__(self, batch: TensorDict, names: Collection[str]) -> None:
         ids = batch["input_ids"]
         self.outputs = {
-            name: torch.zeros(_shape(name, *ids.shape), device=ids.device) for name in names
+            name: torch.zeros((*_shape(name, *ids.shape), *_tail(name, batch)), device=ids.device)
+            for name in names
         }
 
     def add(self, rows: Sequence[int], outputs: Mapping[str, Tensor]) -> None:
@@ -297,12 +299,14 @@ def _score(
             batch["attention_mask"][index],
             position_ids_BT=None if position_ids is None else position_ids[index],
             predict_BT=predict,
+            candidates_BTK=_candidate_ids(batch)[index] if CANDIDATES in names else None,
         )
         temperature = batch.get("temperature", None)
         temperature = None if temperature is None else temperature[index]
     if packed is None or not packed.lengths:
         # Rows without tokens, or no rows at all: other ranks may still need this one's pass.
-        dummy = engine._score(dummy_rows().to(engine.device), None, names)
+        num_candidates = _candidate_ids(batch).shape[2] if CANDIDATES in names else 0
+        dummy = engine._score(dummy_rows(num_candidates).to(engine.device), None, names)
         width = batch["input_ids"].shape[1]
         return {
             name: value.sum() * value.new_zeros((*_shape(name, len(rows), width), *value.shape[2:]))
@@ -313,6 +317,22 @@ def _score(
 
 def _shape(name: str, num_rows: int, width: int) -> tuple[int, ...]:
     return (num_rows,) if name in ROW_OUTPUTS else (num_rows, width)
+
+
+def _tail(name: str, batch: TensorDict) -> tuple[int, ...]:
+    return tuple(_candidate_ids(batch).shape[2:]) if name == CANDIDATES else ()
+
+
+def _candidate_ids(batch: TensorDict) -> Tensor:
+    ids = batch.get("candidate_ids", None)
+    expected = tuple(batch["input_ids"].shape)
+    if ids is None or ids.ndim != 3 or tuple(ids.shape[:2]) != expected:
+        received = "nothing" if ids is None else f"shape {tuple(ids.shape)}"
+        raise DataError(
+            f"candidate_ids: got {received}, expected int64 {[*expected, 'K']}; the loss asks for "
+            f"{CANDIDATES}"
+        )
+    return ids
 
 
 def _check_lengths(output_seqlens: Sequence[int] | None, num_rows: int) -> None:

@@ -1,7 +1,7 @@
 """Deterministic replay: training again on the batches that a run recorded, value by value.
 
 Nothing is generated: rows, their order and the batches they were in come from the trajectory store.
-The training itself is that of ``rl_batch``.
+The training itself is that of ``rl_learner``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from tandem.models.loading import resolve_model
 from tandem.rollout.encoding import unpack_rows
 from tandem.rollout.rows import join_rows
 from tandem.store import STORE_FILE, Event, SqliteStore, TrajectoryStore
-from tandem.train import TrainEngine
-from tandem.trainers.rl import open_train_engine
-from tandem.trainers.rl_batch import build_objective, learn
+from tandem.trainers.rl_learner import Learner, open_learner
 from tandem.trainers.run import seed_generators, set_threads
 from tandem.types import WeightUpdateMeta
 from tandem.weights import last_published, release
@@ -180,26 +178,14 @@ def _compare(step: int, recorded: RecordedStep, metrics: Mapping[str, float], we
 
 
 class _Replay:
-    def __init__(
-        self, config: RLConfig, engine: TrainEngine, reference: TrainEngine | None
-    ) -> None:
+    def __init__(self, config: RLConfig, learner: Learner) -> None:
         self._config = config
-        self._engine = engine
-        self._reference = reference
-        self._objective = build_objective(config.algorithm)
+        self._learner = learner
         self.channel = f"replay-{os.getpid()}"
 
     def step(self, step: int, batch: TensorDict) -> tuple[dict[str, float], str]:
         """Metrics and digest of the weights after one step."""
-        metrics = learn(
-            batch,
-            self._engine,
-            self._config.algorithm,
-            self._objective,
-            reference=self._reference,
-            lap=lambda name: None,
-            beat=lambda: None,
-        )
+        metrics = self._learner.learn(batch)
         meta = WeightUpdateMeta(
             "inprocess",
             version=step,
@@ -207,35 +193,27 @@ class _Replay:
             channel=self.channel,
             dtype=self._config.inference.dtype,
         )
-        self._engine.upload_weights(meta)
+        self._learner.policy.upload_weights(meta)
         manifest = last_published(self.channel)
         assert manifest is not None
-        self._engine.set_version(step)
+        self._learner.policy.set_version(step)
         return metrics, manifest.digest()
 
 
 @contextmanager
 def _training(config: RLConfig, run_dir: Path, first: int, total_steps: int) -> Iterator[_Replay]:
-    """The train engine as it was before step ``first``."""
+    """Everything that learns as it was before step ``first``."""
     config = config.model_copy(update={"steps": total_steps})
     set_threads(config)
     seed_generators(config.run.seed)
     model_path = resolve_model(config.model, seed=config.run.seed, workdir=run_dir)
     if config.warmup is not None:
         model_path = str(run_dir / "warmup" / "model")
-    engine = open_train_engine(config, model_path)
-    reference = None
-    replay = None
-    try:
-        if config.algorithm.kl_coef > 0 and config.model.lora is None:
-            reference = open_train_engine(config, model_path)
+    with open_learner(config, model_path) as learner:
         if first - 1 in list_steps(run_dir):
-            engine.load_checkpoint(str(step_dir(run_dir, first - 1) / "policy"))
-        replay = _Replay(config, engine, reference)
-        yield replay
-    finally:
-        if replay is not None:
+            learner.load(step_dir(run_dir, first - 1))
+        replay = _Replay(config, learner)
+        try:
+            yield replay
+        finally:
             release(replay.channel)
-        for opened in (engine, reference):
-            if opened is not None:
-                opened.destroy()

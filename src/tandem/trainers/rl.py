@@ -26,7 +26,7 @@ from typing import Any
 from tensordict import TensorDict
 
 from tandem.algorithms.advantages import check_estimator
-from tandem.algorithms.objective import PolicyObjective
+from tandem.algorithms.correction import check_correction
 from tandem.checkpoint import list_steps, staging
 from tandem.config import RLConfig
 from tandem.data.prompts import PromptSource, open_prompts
@@ -47,20 +47,21 @@ from tandem.rollout import (
     open_inference_engine,
 )
 from tandem.store import STORE_FILE, SqliteStore, StoreWriter
-from tandem.train import EngineRegistry, TrainEngine
+from tandem.train import EngineRegistry
 from tandem.trainers.evaluate import Evaluation, HeldOut
+from tandem.trainers.frozen import check_scores, check_vocabulary
 from tandem.trainers.publish import publish_weights, release_weights
-from tandem.trainers.rl_batch import build_objective, learn
+from tandem.trainers.rl_batch import build_objective
+from tandem.trainers.rl_learner import Learner, open_learner
 from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.trainers.sft import run_stage
 from tandem.trainers.watch import Watch
-from tandem.types import FinetuneSpec, SaveLoadMeta
+from tandem.types import SaveLoadMeta
 from tandem.weights import Manifest
 
 log = logging.getLogger(__name__)
 
 NEEDS_MORE = {
-    "gae": "values of a critic",
     "remax": "the reward of a greedy completion",
     "gdpo": "rewards in parts",
 }
@@ -113,7 +114,6 @@ class RLTask:
     tokenizer: Any
     prompts: PromptSource
     workflow: RolloutWorkflow
-    objective: PolicyObjective
     held_out: HeldOut | None
 
 
@@ -126,8 +126,11 @@ def open_task(config: RLConfig, model_path: str) -> RLTask:
             f"algorithm.advantage: got {name!r}, which needs {NEEDS_MORE[name]}; rollouts of this "
             "trainer have none, choose another estimator"
         )
-    objective = build_objective(config.algorithm)
+    build_objective(config.algorithm, config.teacher)
+    for correction in config.algorithm.corrections:
+        check_correction(correction.method, correction.kwargs)
     tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+    _check_other_models(config, tokenizer)
     config = _with_prompt_limit(config, model_path)
     limit = config.rollout.max_prompt_tokens
     assert limit is not None
@@ -148,7 +151,23 @@ def open_task(config: RLConfig, model_path: str) -> RLTask:
             max_prompt_tokens=limit,
             seed=config.run.seed,
         )
-    return RLTask(config, tokenizer, prompts, workflow, objective, held_out)
+    return RLTask(config, tokenizer, prompts, workflow, held_out)
+
+
+def _check_other_models(config: RLConfig, tokenizer: Any) -> None:
+    """Critic, reward model and teacher read the policy's tokens and are what they have to be."""
+    critic, scorer, teacher = config.critic, config.reward_model, config.teacher
+    if critic is not None:
+        EngineRegistry.get_engine_cls("value_model", critic.train.backend, critic.train.device)
+        if critic.path is not None:
+            check_vocabulary(critic.path, tokenizer, "critic.path")
+    if scorer is not None:
+        EngineRegistry.get_engine_cls("reward_model", scorer.backend, scorer.device)
+        check_scores(scorer.path, "reward_model.path")
+        check_vocabulary(scorer.path, tokenizer, "reward_model.path")
+    if teacher is not None:
+        EngineRegistry.get_engine_cls("language_model", teacher.backend, teacher.device)
+        check_vocabulary(teacher.path, tokenizer, "teacher.path")
 
 
 @contextmanager
@@ -157,16 +176,11 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
     config = task.config
     seed_generators(config.run.seed)
     with ExitStack() as stack:
-        train = open_train_engine(config, model_path)
-        stack.callback(train.destroy)
+        learner = stack.enter_context(open_learner(config, model_path))
         store = SqliteStore(run.dir / STORE_FILE)
         stack.callback(store.close)
         writer = StoreWriter(store, run.incarnation)
         stack.callback(writer.close)
-        reference = None
-        if config.algorithm.kl_coef > 0 and config.model.lora is None:
-            reference = open_train_engine(config, model_path)
-            stack.callback(reference.destroy)
         rollout = open_inference_engine(
             config.inference,
             config.rollout,
@@ -183,7 +197,7 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
             Progress("rl", total=config.steps, enabled=config.tracking.progress)
         )
         watch = Watch(run, rollout, steps=config.steps)
-        session = RLSession(task, run, train, reference, rollout, writer, watch, progress)
+        session = RLSession(task, run, learner, rollout, writer, watch, progress)
         stack.enter_context(watch.watching())
         session.restore()
         yield session
@@ -195,8 +209,7 @@ class RLSession:
 
     task: RLTask
     run: Run
-    train_engine: TrainEngine
-    reference: TrainEngine | None
+    learner: Learner
     rollout: ComposedInferenceEngine
     writer: StoreWriter
     watch: Watch
@@ -210,7 +223,7 @@ class RLSession:
     # --- the loop -----------------------------------------------------------------------------
 
     def train(self) -> None:
-        self._publish(self.train_engine.get_version())
+        self._publish(self.learner.policy.get_version())
         if self.state.step == 0 and self.run.checkpoint is None:
             self._evaluate()
             self._save()
@@ -239,16 +252,8 @@ class RLSession:
         clock.lap("rollout")
         staleness = self.rollout.take_metrics()
         self.watch.phase("training")
-        trained = learn(
-            batch,
-            self.train_engine,
-            self.config.algorithm,
-            self.task.objective,
-            reference=self.reference,
-            lap=clock.lap,
-            beat=self.watch.beat,
-        )
-        version = self.train_engine.get_version() + 1
+        trained = self.learner.learn(batch, lap=clock.lap, beat=self.watch.beat)
+        version = self.learner.policy.get_version() + 1
         manifest = self._publish(version)
         clock.lap("publish")
         self.writer.log("trained", version, {"metrics": trained, "weights": manifest.digest()})
@@ -262,7 +267,7 @@ class RLSession:
     def _publish(self, version: int) -> Manifest:
         self.watch.phase("publishing weights")
         return publish_weights(
-            self.train_engine,
+            self.learner.policy,
             self.rollout,
             version=version,
             incarnation=self.run.incarnation,
@@ -317,9 +322,7 @@ class RLSession:
             upload_url=config.upload_url,
             background=self.run.writer,
         ) as target:
-            self.train_engine.save_checkpoint(
-                str(target.path / "policy"), global_step=self.state.step
-            )
+            self.learner.save(target.path, self.state.step)
             target.manifest_extra["wall_s"] = self.run.elapsed_s()
             target.manifest_extra["loop"] = dataclasses.asdict(self.state)
             target.manifest_extra["data"] = self.task.prompts.state_dict()
@@ -344,7 +347,7 @@ class RLSession:
             return
         # The position is the rollout's; this notices that the prompts are others now.
         self.task.prompts.load_state_dict(checkpoint.extra["data"])
-        self.train_engine.load_checkpoint(str(checkpoint.path / "policy"))
+        self.learner.load(checkpoint.path)
         self.state = RLState(**checkpoint.extra["loop"])
         self.rollout.load_state_dict(checkpoint.extra["rollout"])
         log.info("resumed from step %d", self.state.step)
@@ -358,7 +361,7 @@ class RLSession:
         model_dir: Path | None = None
         if config.checkpoint.export_model:
             model_dir = self.run.dir / "model"
-            self.train_engine.save(SaveLoadMeta(str(model_dir), tokenizer=self.task.tokenizer))
+            self.learner.policy.save(SaveLoadMeta(str(model_dir), tokenizer=self.task.tokenizer))
         summary = {
             "accuracy_before": state.accuracies.get("0"),
             "accuracy_after": state.accuracies.get(str(state.step)),
@@ -444,26 +447,6 @@ def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
     bounded = generation.new(max_tokens=min(context, cap))
     rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit, "generation": bounded})
     return config.model_copy(update={"rollout": rollout})
-
-
-def open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
-    engine: TrainEngine = EngineRegistry.new(
-        "language_model",
-        config.train.backend,
-        config=config.train,
-        model_path=model_path,
-        lora=config.model.lora,
-        seed=config.run.seed,
-        tokenizer_path=config.model.tokenizer_path,
-    )
-    steps = config.steps * config.algorithm.epochs * config.algorithm.minibatches
-    batch_size = config.rollout.batch_size
-    engine.initialize(
-        ft_spec=FinetuneSpec(
-            total_train_epochs=1, dataset_size=steps * batch_size, train_batch_size=batch_size
-        )
-    )
-    return engine
 
 
 def _open_workflow(config: RLConfig, tokenizer: Any) -> RolloutWorkflow:

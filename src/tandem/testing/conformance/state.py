@@ -205,6 +205,9 @@ def capabilities(bench: Bench) -> Figure:
         "gradient_checkpointing": ({"gradient_checkpointing": True}, None),
         "offload": ({"offload_params": True}, None),
         "lora": ({}, LoraConfig(rank=4)),
+        "tensor_parallel": ({"parallel": {"tensor": 2}}, None),
+        "sequence_parallel": ({"parallel": {"sequence": 2}}, None),
+        "hybrid_sharding": ({"parallel": {"replicate": 2}}, None),
     }
     lacking = [name for name in asked if name not in cls.capabilities]
     if not lacking:

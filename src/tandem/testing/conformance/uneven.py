@@ -117,10 +117,11 @@ def at_the_cap(bench: Bench) -> Figure:
 
 
 def over_the_cap(bench: Bench) -> Figure:
-    """A row over the cap is refused by name, whole, and the engine goes on."""
-    lengths = (4, 9, 3, 5)
-    batch = bench.weighted(bench.complete(make_batch(lengths)), bench.case)
+    """A row over the cap, on one rank, is refused by name on all, and the engine goes on."""
+    lengths, short = (4, 9, 3, 5), (4, 8, 3, 5)
     with bench.engine(max_tokens_per_microbatch=max(lengths) - 1) as engine:
+        mine = lengths if engine.get_data_parallel_rank() == 0 else short
+        batch = bench.weighted(bench.complete(make_batch(mine)), bench.case)
         before = weights(engine)
         calls = {
             "forward": lambda: engine.forward(batch),
@@ -138,8 +139,8 @@ def over_the_cap(bench: Bench) -> Figure:
                 if "row 1" not in str(error) or str(max(lengths)) not in str(error):
                     wrong.append(f"{name} does not name row and length: {error}")
         after = weights(engine)
-        short = bench.shard(engine, _short(bench))
-        engine.train_batch(short, bench.case.loss_fn)
+        fitting = bench.weighted(bench.complete(make_batch(short)), bench.case)
+        engine.train_batch(fitting, bench.case.loss_fn)
     return [count("refusals", wrong), weight_part("weights", after, before, 0.0)]
 
 
@@ -210,11 +211,6 @@ def _uneven(bench: Bench, config: dict[str, Any], name: str) -> Figure:
         batch = bench.shard(engine, bench.batch, uneven=True)
         found = one_pass(engine, batch, bench.case)
     return bench.compare(name, found, bench.expected())
-
-
-def _short(bench: Bench) -> TensorDict:
-    batch = make_batch((3, 4, 2, 5) * max(1, bench.subject.world))
-    return bench.weighted(bench.complete(batch), bench.case)
 
 
 def _without_weight(batch: TensorDict, rows: list[int]) -> TensorDict:
