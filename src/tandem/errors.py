@@ -59,6 +59,24 @@ class CheckpointError(TandemError, RuntimeError):
     exit_code = 6
 
 
+class StoreError(TandemError, RuntimeError):
+    """The trajectory store cannot be written, read or trusted."""
+
+    exit_code = 6
+
+
+class StallError(TandemError, RuntimeError):
+    """Nothing moved for longer than ``run.stall_timeout_s``; the message has all stacks."""
+
+    exit_code = 4
+
+
+class ReplayDiverged(TandemError, RuntimeError):
+    """A replayed step computed another value than the run recorded."""
+
+    exit_code = 7
+
+
 class Preempted(TandemError):
     """The run was asked to stop (SIGTERM, SIGINT), saved its state and can be resumed."""
 

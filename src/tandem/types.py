@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 StopReason = Literal["stop", "length", "abort", "tool_calls"]
 Reduction = Literal["mean", "sum", "min", "max"]
 TransportKind = Literal["inprocess", "shared_memory", "disk"]
+MAX_TOP_LOGPROBS = 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -91,6 +92,12 @@ class GenerationConfig:
         for name in ("frequency_penalty", "presence_penalty"):
             _require(_is_finite(getattr(self, name), -2.0), self, name, "a finite number >= -2")
         _require(all(self.stop), self, "stop", "non-empty strings")
+        _require(
+            all(_is_finite(bias, -math.inf) for bias in self.logit_bias.values()),
+            self,
+            "logit_bias",
+            "finite numbers by token id",
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -139,15 +146,28 @@ def _require(ok: bool, owner: object, name: str, allowed: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LLMRequest:
-    """One prompt to complete. Never mutated by an engine; ``rid`` is unique per attempt."""
+    """One prompt to complete. Never mutated by an engine; ``rid`` is unique per attempt.
+
+    ``raw_logprobs``, ``top_logprobs`` (how many alternatives) and ``prompt_logprobs`` ask for the
+    fields of the response of the same names; a backend that lacks them refuses the request.
+    """
 
     rid: str
     input_ids: tuple[int, ...]
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    raw_logprobs: bool = False
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))
+        _require(
+            isinstance(self.top_logprobs, int) and 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS,
+            self,
+            "top_logprobs",
+            f"an integer from 0 to {MAX_TOP_LOGPROBS}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +177,11 @@ class LLMResponse:
     ``output_logprobs`` are of the distribution sampled from (after temperature),
     ``output_versions`` name the weights whose forward pass made the token. Times are in seconds;
     ``itl`` has one gap per token after the first. A sampled stop token stays in ``output_tokens``.
+
+    On request: ``raw_logprobs`` of the output tokens under the model's own distribution
+    (temperature 1, no bias, penalty or filter), ``prompt_logprobs`` of the prompt tokens under the
+    same (entry 0 is 0.0), and ``top_logprobs``, for every output token the likeliest
+    ``(token, logprob)`` of the distribution sampled from, best first.
     """
 
     input_tokens: list[int]
@@ -168,6 +193,9 @@ class LLMResponse:
     ttft: float = 0.0
     itl: list[float] = field(default_factory=list)
     text: str | None = None
+    raw_logprobs: list[float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    prompt_logprobs: list[float] | None = None
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -207,10 +235,11 @@ LossFn = Callable[["Mapping[str, Tensor]", "TensorDict"], "tuple[Tensor, dict[st
 """``loss_fn(outputs, microbatch) -> (summed loss, metrics)``.
 
 ``outputs`` holds the per-token tensors ``[B, T]`` named by the function's attribute
-``required_outputs`` (default ``{"train_logprobs"}``; also ``"entropy"``, or of a value model
-``"values"`` and ``"bootstrap_values"``, of a reward model ``"scores"``, the last two ``[B]``),
-aligned with the rows of ``microbatch``. Losses of all micro-batches and data-parallel ranks are
-summed, so normalisation must be in the batch's weight keys."""
+``required_outputs`` (default ``{"train_logprobs"}``; also ``"entropy"``, and ``"logits"``, which
+are ``[B, T, V]`` and take that memory; of a value model ``"values"`` and ``"bootstrap_values"``, of
+a reward model ``"scores"``, the last two ``[B]``), aligned with the rows of ``microbatch``. Losses
+of all micro-batches and data-parallel ranks are summed, so normalisation must be in the batch's
+weight keys."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -147,7 +147,7 @@ def test_returns_flow_over_observation_tokens():
 # --- assign_advantages ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES | TOKEN_ADVANTAGES))
+@pytest.mark.parametrize("name", sorted((ADVANTAGES | TOKEN_ADVANTAGES).keys() - {"none"}))
 def test_every_estimator_writes_float32_under_the_mask_and_keeps_the_callers_batch(name):
     shape = (4, 3)
     batch = make_batch(
@@ -157,6 +157,8 @@ def test_every_estimator_writes_float32_under_the_mask_and_keeps_the_callers_bat
         values=torch.full(shape, 0.1),
         greedy_rewards=torch.zeros(4),
         reward_parts=torch.tensor([[1.0, 0], [0, 0], [0, 1], [1, 1]]),
+        prox_logprobs=torch.full(shape, -1.0),
+        teacher_logprobs=torch.full(shape, -2.0),
     )
     before = batch.clone()
     out, _ = assign_advantages(batch, name)

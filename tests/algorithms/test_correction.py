@@ -121,3 +121,47 @@ def test_mismatch_names_the_largest_gap_under_the_mask():
     assert metrics["mismatch/logprob_abs_diff"] == pytest.approx(0.3)
     assert metrics["mismatch/kl"] == pytest.approx(0.2)
     assert mismatch_metrics(torch.ones(1, 2), torch.ones(1, 2), torch.zeros(1, 2)) == {}
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "expected"),
+    [
+        # Row 0 has the product e^-1.5 and the geometric mean e^-0.75, row 1 has 1.
+        ("seq_tis_product", {}, (math.exp(-1.5), 1.0)),
+        ("seq_tis_product", {"cap": 0.5}, (math.exp(-1.5), 0.5)),
+        ("seq_tis_product", {"cap": 0.1}, (0.1, 0.1)),
+        ("seq_tis_geometric", {}, (math.exp(-0.75), 1.0)),
+        ("seq_tis_geometric", {"cap": 0.3}, (0.3, 0.3)),
+        ("seq_mis_product", {}, (0.0, 1.0)),
+        ("seq_mis_product", {"low": 0.2}, (1.0, 1.0)),
+    ],
+)
+def test_sequence_weights_are_the_product_or_the_geometric_mean_that_the_name_says(
+    method, options, expected
+):
+    weights, mask, _ = weights_of(method=method, **options)
+    rows = make_batch()["loss_mask"]
+    torch.testing.assert_close(weights, rows * torch.tensor(expected)[:, None])
+    is_rejection = method == "seq_mis_product"
+    assert mask.equal(rows & (weights > 0) if is_rejection else rows)
+
+
+def test_geometric_rejection_keeps_the_row_that_rejection_by_the_product_drops():
+    by_mean, _, _ = weights_of(method="mis", level="sequence", low=0.4)
+    by_product, _, _ = weights_of(method="seq_mis_product", low=0.4)
+    assert by_mean[0].any()
+    assert not by_product[0].any()
+
+
+@pytest.mark.parametrize("method", CORRECTIONS)
+def test_no_gradient_flows_through_a_correction(method):
+    batch = make_batch()
+    for key in ("prox_logprobs", "logprobs"):
+        batch[key] = batch[key].requires_grad_()
+    out, _ = behaviour_correction(batch, method=method)
+    assert not out["behaviour_weights"].requires_grad
+
+
+def test_an_unknown_parameter_of_a_correction_is_named():
+    with pytest.raises(ConfigError, match="correction veto: it does not take 'cap', allowed: drop"):
+        behaviour_correction(make_batch(), method="veto", cap=2.0)

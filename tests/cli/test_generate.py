@@ -110,3 +110,34 @@ def test_colours_follow_probability() -> None:
         "yellow",
         "red",
     ]
+
+
+def test_interactive_mode_completes_line_by_line_until_the_input_ends(
+    tiny_model_dir: Path,
+) -> None:
+    result = CliRunner().invoke(
+        app,
+        ["generate", str(tiny_model_dir), "-i", "--max-new-tokens", "3", "--temperature", "0"],
+        input="1+2\n\n1+é\n1+2\n",
+    )
+    assert result.exit_code == 0, result.exception
+    answers = [line.lstrip("> ") for line in result.output.splitlines() if line.strip("> ")]
+    assert answers[0] == answers[-1]
+    assert "no token" in answers[1]
+
+
+def test_stop_text_ends_a_completion_and_is_cut(tiny_model_dir: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out.jsonl"
+    arguments = ["-p", "1 + 2 =", "--max-new-tokens", 20, "--seed", 5, "--jsonl-out", target]
+    assert invoke(tiny_model_dir, *arguments).exit_code == 0
+    whole = json.loads(target.read_text())["completion"]
+    stop = whole[4:6]
+    assert invoke(tiny_model_dir, *arguments, "--stop", stop).exit_code == 0
+    row = json.loads(target.read_text())
+    assert (row["completion"], row["stop_reason"]) == (whole[: whole.index(stop)], "stop")
+
+
+@pytest.mark.parametrize("option", [("--top-p", "0"), ("--top-k", "-1"), ("--dtype", "int8")])
+def test_wrong_options_are_config_errors(tiny_model_dir: Path, option: tuple[str, str]) -> None:
+    result = invoke(tiny_model_dir, "-p", "1", *option)
+    assert isinstance(result.exception, ConfigError)

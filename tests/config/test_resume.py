@@ -20,7 +20,15 @@ def load(*overrides: str) -> RLConfig:
 
 @pytest.mark.parametrize(
     "override",
-    ["steps=7", "tracking.progress=false", "checkpoint.keep=null", "eval.every=3", "run.threads=2"],
+    [
+        "steps=7",
+        "tracking.progress=false",
+        "checkpoint.keep=null",
+        "eval.every=3",
+        "run.threads=2",
+        "train.backend=fsdp",
+        "train.parallel.tensor=2",
+    ],
 )
 def test_how_long_and_how_watched_may_change(override: str) -> None:
     check_resume(load(), load(override))

@@ -43,3 +43,37 @@ def with_bos(template: str | None = None, *, adds_eos: bool = False) -> PreTrain
         unk_token="<unk>",
         chat_template=template,
     )
+
+
+# What the families of templates do, written small. ``{}``: every turn ends in <eos>, except where
+# said.
+FAMILIES = {
+    # ChatML: nothing is changed, a line break follows the end.
+    "chatml": (
+        "{% for m in messages %}<eos>{{ m['role'][0] }}\n{{ m['content'] }}<eos>\n{% endfor %}"
+        "{% if add_generation_prompt %}<eos>a\n{% endif %}"
+    ),
+    # Llama 3: BOS once, contents are trimmed, nothing follows the end, tools answer as "i".
+    "llama": (
+        "{{ bos_token }}{% for m in messages %}[{{ 'i' if m['role'] == 'tool' else m['role'][0] }}]"
+        "\n\n{{ m['content'] | trim }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}[a]\n\n{% endif %}"
+    ),
+    # Qwen with thoughts: those before the last question of the user are taken out.
+    "qwen_thinking": (
+        "{% set ns = namespace(last=0) %}"
+        "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
+        "{% endif %}{% endfor %}"
+        "{% for m in messages %}[{{ m['role'][0] }}]\n"
+        "{% if m['role'] == 'assistant' and loop.index0 < ns.last %}"
+        "{{ m['content'].split('|')[-1] }}{% else %}{{ m['content'] }}{% endif %}<eos>\n"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}[a]\n{% endif %}"
+    ),
+    # SmolLM: a system message of its own when there is none.
+    "smollm": (
+        "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}[s]\nhelp<eos>\n"
+        "{% endif %}[{{ m['role'][0] }}]\n{{ m['content'] }}<eos>\n{% endfor %}"
+        "{% if add_generation_prompt %}[a]\n{% endif %}"
+    ),
+}

@@ -13,12 +13,13 @@ from tandem.config.schema import DataConfig, SFTStageConfig
 from tandem.data.demonstrations import (
     Demonstration,
     conversation,
+    conversation_rows,
     open_demonstrations,
 )
 from tandem.data.examples import ExampleSource
 from tandem.data.prompts import open_prompts
 from tandem.errors import ConfigError, DataError
-from tests.data.chat import CHATML, FORGETFUL, with_bos, with_template
+from tests.data.chat import CHATML, FAMILIES, FORGETFUL, with_bos, with_template
 
 EOS = 2
 
@@ -100,12 +101,69 @@ def test_end_is_learned_even_when_the_template_writes_none() -> None:
     assert tokenizer.decode(targets(row)) == "y\n<eos>"
 
 
-def test_template_that_rewrites_earlier_turns_is_refused_with_the_turn() -> None:
+def test_template_that_rewrites_earlier_turns_makes_a_row_for_each_stretch() -> None:
     tokenizer = with_template(FORGETFUL)
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "why|yes"}]
-    assert tokenizer.decode(targets(conversation(turns, tokenizer, "row 1"))) == "why|yes<eos>"
-    with pytest.raises(DataError, match=r"row 1: the chat template .* messages\[3\]"):
+    rows = conversation_rows([*turns, *turns], tokenizer, "row 1")
+    assert [tokenizer.decode(targets(row)) for row in rows] == ["why|yes<eos>"] * 2
+    assert [tokenizer.decode(row.input_ids) for row in rows] == [
+        "[u]x[a]why|yes<eos>",
+        "[u]x[a]yes<eos>[u]x[a]why|yes<eos>",
+    ]
+    with pytest.raises(DataError, match=r"row 1: the chat template rewrites.* 2 rows"):
         conversation([*turns, *turns], tokenizer, "row 1")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_targets_of_a_family_are_what_its_assistant_says_each_once(family: str) -> None:
+    tokenizer = with_template(FAMILIES[family])
+    roles = ("user", "assistant", "user", "assistant")
+    texts = ("one", "why|first", "two", "why|second")
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+    rows = conversation_rows(messages, tokenizer, "row 1")
+    said = "".join(tokenizer.decode(targets(row)) for row in rows)
+    assert said == "why|first<eos>why|second<eos>"
+    assert len(rows) == (2 if family == "qwen_thinking" else 1)
+    for row, asked in zip(reversed(rows), (3, 1), strict=False):
+        prompt = tokenizer.apply_chat_template(
+            messages[:asked], tokenize=False, add_generation_prompt=True
+        )
+        assert tokenizer.decode(row.input_ids).startswith(prompt)
+        assert row.input_ids.count(1) == (family == "llama")
+        assert not any(row.loss_mask[: row.loss_mask.index(True)])
+
+
+def test_turn_that_does_not_follow_its_prompt_is_an_error_with_its_number() -> None:
+    tokenizer = with_template(CHATML.replace("[a]", "[a]think"))
+    messages = [{"role": r, "content": "x"} for r in ("user", "assistant")]
+    with pytest.raises(DataError, match=r"row 1: the chat template .* messages\[1\]"):
+        conversation(messages, tokenizer, "row 1")
+
+
+def test_trl_prompt_and_completion_may_be_messages(stage: Any) -> None:
+    tokenizer = with_template(CHATML)
+    rows = {
+        "prompt": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"},
+        ],
+        "completion": [{"role": "assistant", "content": "d"}],
+    }
+    row = only(open_demonstrations(stage(rows), tokenizer))
+    assert tokenizer.decode(targets(row)) == "d<eos>"
+    with pytest.raises(DataError, match="'completion' holds messages and the prompt is text"):
+        open_demonstrations(stage({**rows, "prompt": "a"}), tokenizer)
+
+
+def test_tools_of_a_row_are_rendered(stage: Any) -> None:
+    tokenizer = with_template("{% for t in tools or [] %}{{ t['name'] }} {% endfor %}" + CHATML)
+    messages = [{"role": r, "content": "x"} for r in ("user", "assistant")]
+    for tools in ([{"name": "add"}], '[{"name": "add"}]'):
+        row = only(open_demonstrations(stage({"messages": messages, "tools": tools}), tokenizer))
+        assert tokenizer.decode(row.input_ids) == "add [u]x\n[a]x<eos>"
+    with pytest.raises(DataError, match="'tools'"):
+        open_demonstrations(stage({"messages": messages, "tools": 3}), tokenizer)
 
 
 def test_conversation_without_an_assistant_is_an_error() -> None:

@@ -183,3 +183,39 @@ def test_run_seed_and_data_seed_both_shuffle(
     orders = [first_epoch(0, 0), first_epoch(1, 0), first_epoch(0, 1)]
     assert first_epoch(0, 0) == orders[0]
     assert orders[0] != orders[1] != orders[2] != orders[0]
+
+
+def test_verl_columns_are_known_and_reach_the_reward(source: Any) -> None:
+    row = {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "ab"}],
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"split": "train", "index": 7},
+    }
+    (prompt,) = open_prompts(source(row), with_template(CHATML)).all()
+    assert prompt.data["answer"] == "4"
+    assert prompt.data["data_source"] == "gsm8k"
+    assert prompt.data["extra_info"] == {"split": "train", "index": 7}
+    (prompt,) = open_prompts(source({**row, "answer": "own"}), with_template(CHATML)).all()
+    assert prompt.data["answer"] == "own"
+
+
+def test_a_column_may_be_mapped_from_inside_another(
+    source: Any, characters: PreTrainedTokenizerBase
+) -> None:
+    row = {"question": "1", "extra_info": {"answer": "2", "level": 3}}
+    config = source(row, columns={"answer": "extra_info.answer"})
+    (prompt,) = open_prompts(config, characters).all()
+    assert prompt.data["answer"] == "2"
+    assert prompt.data["extra_info"]["level"] == 3
+    with pytest.raises(DataError, match=r"'extra_info\.x'"):
+        open_prompts(source(row, columns={"answer": "extra_info.x"}), characters)
+
+
+def test_tools_of_a_row_are_shown_in_its_prompt(source: Any) -> None:
+    template = "{% for t in tools or [] %}{{ t['name'] }} {% endfor %}" + CHATML
+    row = {"prompt": [{"role": "user", "content": "ab"}], "tools": [{"name": "add"}]}
+    (prompt,) = open_prompts(source(row), with_template(template)).all()
+    tokenizer = with_template(template)
+    assert tokenizer.decode(prompt.data["prompt_ids"]) == "add [u]ab\n[a]"
+    assert prompt.data["tools"] == [{"name": "add"}]

@@ -17,7 +17,7 @@ from transformers import (
 
 from tandem.errors import CapabilityError, ConfigError, DataError, EngineError
 from tandem.inference.embedded.build import probe
-from tandem.inference.embedded.core import EmbeddedCore
+from tandem.inference.embedded.core import CoreOptions, EmbeddedCore
 from tandem.inference.embedded.requests import ModelLimits
 from tandem.models.attention import ATTENTION
 from tandem.types import WeightVersion
@@ -142,10 +142,8 @@ def test_a_request_that_joins_late_gets_the_same_tokens(
     assert outcomes[5].output_tokens == alone.output_tokens
 
 
-def test_long_prompts_are_cut_into_several_passes(
-    core: EmbeddedCore, score: Scorer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tandem.inference.embedded.core.MAX_PREFILL_TOKENS", 64)
+def test_long_prompts_are_cut_into_several_passes(make_core: MakeCore, score: Scorer) -> None:
+    core = make_core(max_tokens_per_pass=64)
     given = [request(p, seed=i, max_new_tokens=4) for i, p in enumerate(prompts(12, high=90))]
     for item, response in zip(given, run(core, given), strict=True):
         expected = score(item.input_ids, response.output_tokens, 1.0)
@@ -290,7 +288,7 @@ def test_a_prompt_that_leaves_room_for_one_token_is_served(make_core: MakeCore) 
 
 def test_stop_strings_without_a_tokenizer_are_refused(core: EmbeddedCore) -> None:
     limits = ModelLimits(core.limits.vocab_size, 64, (EOS,), None)
-    bare = EmbeddedCore(core.model, limits, WeightVersion("inc", 0), max_batch_size=4)
+    bare = EmbeddedCore(core.model, limits, WeightVersion("inc", 0), CoreOptions(4))
     with pytest.raises(ConfigError, match="no tokenizer"):
         bare.add(0, request((5,), stop=("x",)))
     assert run(bare, [request((5,), max_new_tokens=2)])[0].text is None
@@ -378,7 +376,7 @@ def test_other_architectures_agree_with_their_own_attention(config: object) -> N
     model.load_state_dict(reference.state_dict())
     probe(model, tolerance=1e-3)
     core = EmbeddedCore(
-        model, ModelLimits(50, 128, (EOS,), None), WeightVersion("inc", 0), max_batch_size=4
+        model, ModelLimits(50, 128, (EOS,), None), WeightVersion("inc", 0), CoreOptions(4)
     )
     given = [
         request(p, seed=i, max_new_tokens=20, ignore_eos=True) for i, p in enumerate(prompts(6))

@@ -75,7 +75,8 @@ def draw(
         np.full(count, len(tokens)),
     )
     logits = torch.tensor(LOGITS).repeat(count, 1)
-    return Sampler(rows, torch.device("cpu")).sample(logits, history)
+    drawn = Sampler(rows, torch.device("cpu")).sample(logits, history)
+    return drawn.ids, drawn.logprobs
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,10 +105,10 @@ def test_temperature_logprob_has_the_handed_value() -> None:
         np.ones(400, dtype=np.int64),
         np.ones(400, dtype=np.int64),
     )
-    ids, logprobs = Sampler(rows, torch.device("cpu")).sample(
+    drawn = Sampler(rows, torch.device("cpu")).sample(
         torch.tensor([0.0, 1.0, 2.0]).repeat(400, 1), history
     )
-    first = logprobs[ids == 0]
+    first = drawn.logprobs[drawn.ids == 0]
     assert len(first) > 0
     np.testing.assert_allclose(first, -3.535906, atol=1e-6)
 
@@ -137,10 +138,10 @@ def test_greedy_and_filtered_rows_do_not_disturb_their_neighbours() -> None:
         part = History(
             history.tokens[picked], history.prompt_lengths[picked], history.lengths[picked]
         )
-        ids, logprobs = Sampler(rows, torch.device("cpu")).sample(
+        drawn = Sampler(rows, torch.device("cpu")).sample(
             torch.tensor(LOGITS).repeat(len(picked), 1), part
         )
-        return list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+        return list(zip(drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True))
 
     assert sample([0, 1, 2, 3]) == [sample([i])[0] for i in range(4)]
 
@@ -203,8 +204,139 @@ def test_uniforms_are_uniform_and_uncorrelated(axis: str) -> None:
 def test_the_last_token_can_be_drawn_and_nothing_beyond_it() -> None:
     rows = [SamplingRow(GenerationConfig(), seed, ()) for seed in range(5000)]
     ones = np.ones(5000, dtype=np.int64)
-    ids, _ = Sampler(rows, torch.device("cpu")).sample(
+    drawn = Sampler(rows, torch.device("cpu")).sample(
         torch.tensor([float("-inf"), 0.0, 0.0, float("-inf")]).repeat(5000, 1),
         History(np.zeros((5000, 1), dtype=np.int64), ones, ones),
     )
-    assert set(ids.tolist()) == {1, 2}
+    assert set(drawn.ids.tolist()) == {1, 2}
+
+
+# --- a vocabulary of two blocks, of which only some tokens are candidates ---
+
+DRAWS = 100_000
+VOCABULARY = 300
+
+
+@pytest.fixture(autouse=True)
+def _few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.inference.embedded.filters.CANDIDATES", 64)
+
+
+def chi_square_999(freedom: int) -> float:
+    """Upper 0.1 % point, by Wilson and Hilferty."""
+    spread = 2 / (9 * freedom)
+    return freedom * (1 - spread + 3.0902 * math.sqrt(spread)) ** 3
+
+
+def wide_logits() -> np.ndarray:
+    return np.random.default_rng(7).normal(size=VOCABULARY) * 1.7
+
+
+def exact(options: dict[str, float]) -> np.ndarray:
+    """Temperature, then top-k, top-p and min-p, in fp64 on a sorted row."""
+    logits = wide_logits().astype(np.float32).astype(np.float64) / options.get("temperature", 1.0)
+    order = np.argsort(-logits, kind="stable")
+    probs = np.exp(logits - logits.max())
+    kept = order[: int(options.get("top_k", 0)) or VOCABULARY]
+    share = probs[kept] / probs[kept].sum()
+    kept = kept[np.cumsum(share) - share < options.get("top_p", 1.0)]
+    kept = kept[probs[kept] >= options.get("min_p", 0.0) * probs.max()]
+    result = np.zeros(VOCABULARY)
+    result[kept] = probs[kept] / probs[kept].sum()
+    return result
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7},
+        {"top_p": 0.5},
+        {"top_p": 0.97},
+        {"top_k": 40},
+        {"top_k": 200},
+        {"min_p": 0.05},
+        {"temperature": 1.3, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    ],
+    ids=str,
+)
+def test_a_hundred_thousand_draws_follow_the_exact_distribution(options: dict[str, float]) -> None:
+    """Rare tokens are counted together, so that every cell expects at least ten draws."""
+    expected = exact(options)
+    config, logits = GenerationConfig(**options), torch.tensor(wide_logits(), dtype=torch.float32)
+    counts, per_batch = np.zeros(VOCABULARY), 5000
+    ones = np.ones(per_batch, dtype=np.int64)
+    for first in range(0, DRAWS, per_batch):
+        rows = [SamplingRow(config, seed, ()) for seed in range(first, first + per_batch)]
+        history = History(np.zeros((per_batch, 1), dtype=np.int64), ones, ones)
+        drawn = Sampler(rows, torch.device("cpu")).sample(logits.repeat(per_batch, 1), history)
+        counts += np.bincount(drawn.ids, minlength=VOCABULARY)
+        np.testing.assert_allclose(drawn.logprobs, np.log(expected[drawn.ids]), atol=3e-6)
+    assert counts[expected == 0].sum() == 0
+    common = expected * DRAWS >= 10
+    cells = [*zip(counts[common], expected[common] * DRAWS, strict=True)]
+    rest = expected[~common].sum() * DRAWS
+    if rest > 0:
+        cells.append((counts[~common].sum(), rest))
+    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
+    assert statistic < chi_square_999(len(cells) - 1)
+
+
+def test_draws_at_block_borders_follow_the_distribution() -> None:
+    """All weight on tokens 255, 256 and the last one, which lies in a block that is not full."""
+    logits = torch.full((900,), float("-inf"))
+    logits[[255, 256, 899]] = torch.tensor([0.0, math.log(2.0), math.log(3.0)])
+    rows = [SamplingRow(GenerationConfig(), seed, ()) for seed in range(6000)]
+    ones = np.ones(6000, dtype=np.int64)
+    drawn = Sampler(rows, torch.device("cpu")).sample(
+        logits.repeat(6000, 1), History(np.zeros((6000, 1), dtype=np.int64), ones, ones)
+    )
+    counts = np.bincount(drawn.ids, minlength=900)
+    assert counts.sum() == counts[[255, 256, 899]].sum()
+    expected = np.array([1000, 2000, 3000])
+    statistic = ((counts[[255, 256, 899]] - expected) ** 2 / expected).sum()
+    assert statistic < CHI_SQUARE_999[2]
+
+
+def test_what_is_kept_of_a_row_does_not_depend_on_its_neighbours() -> None:
+    """One neighbour needs a full sort, one is greedy, one has other filters; ties are frequent."""
+    logits = torch.tensor(wide_logits(), dtype=torch.bfloat16).float()
+    configs = [
+        GenerationConfig(top_k=50),
+        GenerationConfig(top_p=0.999, temperature=2.0),
+        GenerationConfig(greedy=True),
+        GenerationConfig(top_p=0.4, min_p=0.01),
+        GenerationConfig(top_k=200, top_p=0.9),
+    ]
+
+    def sample(picked: list[int]) -> list[tuple[int, float]]:
+        rows = [SamplingRow(configs[i], 77 + i, ()) for i in picked]
+        ones = np.ones(len(picked), dtype=np.int64)
+        history = History(np.zeros((len(picked), 1), dtype=np.int64), ones, ones)
+        drawn = Sampler(rows, torch.device("cpu")).sample(logits.repeat(len(picked), 1), history)
+        return list(zip(drawn.ids.tolist(), drawn.logprobs.tolist(), strict=True))
+
+    assert sample([0, 1, 2, 3, 4]) == [sample([i])[0] for i in range(5)]
+
+
+def test_raw_logprobs_and_alternatives_have_their_closed_form() -> None:
+    config = GenerationConfig(temperature=0.5, top_k=3, logit_bias={5: 3.0})
+    rows = [
+        SamplingRow(GenerationConfig(), 0, ()),
+        SamplingRow(config, 1, (), raw=True, top=5),
+        SamplingRow(GenerationConfig(greedy=True), 2, (), raw=True),
+    ]
+    ones = np.ones(3, dtype=np.int64)
+    drawn = Sampler(rows, torch.device("cpu")).sample(
+        torch.tensor(LOGITS).repeat(3, 1), History(np.zeros((3, 1), dtype=np.int64), ones, ones)
+    )
+    assert math.isnan(drawn.raw_logprobs[0])
+    np.testing.assert_allclose(
+        drawn.raw_logprobs[1:], [math.log(PLAIN[i]) for i in drawn.ids[1:]], atol=1e-6
+    )
+    biased = softmax([(x + 3 * (i == 5)) / 0.5 for i, x in enumerate(LOGITS)])
+    kept = keep(biased, set(by_probability(biased)[:3]))
+    assert list(drawn.top) == [1]
+    assert [token for token, _ in drawn.top[1]] == by_probability(kept)[:3]
+    for token, logprob in drawn.top[1]:
+        assert logprob == pytest.approx(math.log(kept[token]), abs=1e-6)

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from tandem.models.head import token_logprobs
+from tandem.models.head import candidate_logprobs, token_logprobs
 from tests.memory import peak_bytes
 
 
@@ -135,3 +135,28 @@ def test_peak_memory_follows_the_chunk_forward_and_backward():
     expected, _ = plain(hidden[rows], weight, targets[rows], temperature[rows])
     torch.testing.assert_close(logprobs[rows], expected, rtol=0, atol=1e-5)
     assert math.isfinite(float(hidden.grad.sum()))
+
+
+@pytest.mark.parametrize("chunk", [7, 40])
+def test_candidates_have_the_log_probabilities_and_gradients_of_plain_log_softmax(chunk):
+    hidden, weight, targets, temperature = case(dtype=torch.float64)
+    bias = torch.linspace(-2, 2, 101, dtype=torch.float64).requires_grad_()
+    candidates = torch.randint(101, (40, 3), generator=torch.Generator().manual_seed(3))
+    logprobs, _ = token_logprobs(
+        hidden, weight, targets, temperature, with_entropy=False, chunk=5, bias_V=bias
+    )
+    ours = candidate_logprobs(
+        hidden, weight, targets, logprobs, candidates, temperature, bias_V=bias, chunk=chunk
+    )
+    logits = (hidden @ weight.T + bias) / temperature[:, None]
+    theirs = logits.log_softmax(-1).gather(1, candidates)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+    coefficients = torch.linspace(-1, 1, 120, dtype=torch.float64).view(40, 3)
+    for mine, other in zip(
+        *(
+            torch.autograd.grad((found * coefficients).sum(), (hidden, weight, bias))
+            for found in (ours, theirs)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, other, rtol=0, atol=1e-11)

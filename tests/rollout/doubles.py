@@ -16,6 +16,7 @@ from tandem.errors import EngineError
 from tandem.inference.backend import GenerationBackend
 from tandem.rollout.composed import ComposedInferenceEngine
 from tandem.rollout.workflow import Episode, RolloutWorkflow
+from tandem.store import StoreWriter
 from tandem.types import (
     EpisodeState,
     GenerationConfig,
@@ -207,7 +208,9 @@ class LetterTokenizer:
         return "".join(message["content"] for message in messages)
 
 
-def make_engine(backend: GatedBackend | None = None, **rollout: Any) -> ComposedInferenceEngine:
+def make_engine(
+    backend: GatedBackend | None = None, *, writer: StoreWriter | None = None, **rollout: Any
+) -> ComposedInferenceEngine:
     """An initialised engine; defaults: batches of 2, staleness 1, generous deadlines."""
     settings: dict[str, Any] = {
         "batch_size": 2,
@@ -220,7 +223,7 @@ def make_engine(backend: GatedBackend | None = None, **rollout: Any) -> Composed
         "generation": GenerationConfig(max_new_tokens=8),
     }
     engine = ComposedInferenceEngine(
-        backend or GatedBackend(), RolloutConfig(**settings | rollout), seed=0
+        backend or GatedBackend(), RolloutConfig(**settings | rollout), seed=0, writer=writer
     )
     engine.initialize()
     return engine

@@ -194,7 +194,7 @@ def test_without_the_consumption_rule_the_hand_over_check_goes_off(
     def join_unmasked(rows: Any, *, version: int, max_staleness: int) -> Any:
         return join_rows(rows, version=version, max_staleness=10**6)
 
-    monkeypatch.setattr("tandem.rollout.executor.join_rows", join_unmasked)
+    monkeypatch.setattr("tandem.rollout.pipeline.join_rows", join_unmasked)
     backend, engine = held_episode("drop", engines)
     source = Prompts()
     for _ in range(2):

@@ -102,7 +102,7 @@ def test_a_function_gets_the_columns_that_it_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("exactmatch", "allowed: auto, concise_answer"),
+        ("exactmatch", "allowed: auto, code, concise_answer"),
         ("no/such/file.py:f", "no file"),
         ("no_such_module:f", "importing 'no_such_module' failed"),
         (":f", "path/to/file.py:name"),

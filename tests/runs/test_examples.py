@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config import load_config
 from tandem.observe import read_summary
+from tandem.trainers import run_rl
 from tests.runs.conftest import metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -42,8 +44,15 @@ def run_example(name: str, run_name: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_example_has_a_test():
-    names = {path.name for path in EXAMPLES.glob("*.py")}
-    assert names == {"rl_from_python.py", "custom_reward.py"}
+    names = {path.name for path in EXAMPLES.glob("*.*") if path.suffix in (".py", ".yaml")}
+    assert names == {
+        "agent.yaml",
+        "custom_reward.py",
+        "rl_from_python.py",
+        "second_attempt.yaml",
+        "tool_agent.py",
+        "tool_use.yaml",
+    }
 
 
 def test_rl_from_python(
@@ -73,3 +82,72 @@ def test_letters_in_place_counts_from_the_left(monkeypatch: pytest.MonkeyPatch):
     assert score("cat>", "tab", [], [], answer="tac") == pytest.approx(2 / 3)
     assert score("cat>", "tact", [], [], answer="tac") == 0.75
     assert score("cat>", "", [], [], answer="tac") == 0.0
+
+
+def small_tool_task(folder: Path) -> list[str]:
+    """Overrides for the two workflows of the tool task, with a smaller model and few steps."""
+    data = folder / "data"
+    return [
+        f"run.output_dir={folder}",
+        f"model.path={data}/model",
+        f"warmup.data.path={data}/demonstrations.jsonl",
+        f"data.path={data}/prompts.jsonl",
+        "run.threads=1",
+        "steps=2",
+        "warmup.steps=20",
+        "warmup.train.warmup_steps=2",
+        "rollout.batch_size=2",
+        "rollout.group_size=4",
+        "rollout.max_staleness=0",
+        "rollout.generation.max_new_tokens=16",
+        "inference.mode=inprocess",
+        "tracking.progress=false",
+    ]
+
+
+@pytest.mark.parametrize("workflow", ["agent", "tool_use"])
+def test_both_workflows_of_the_tool_task_run(
+    workflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(EXAMPLES.parent)
+    path = EXAMPLES / "tool_agent.py"
+    arguments = [str(path), f"workflow={workflow}", *small_tool_task(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    runpy.run_path(str(path), run_name="__main__")
+    rows = metrics(tmp_path / {"agent": "tool-agent", "tool_use": "tool-use"}[workflow])
+    assert len(rows) == 2
+    assert all(0 <= row["reward/mean"] <= 1 for row in rows)
+    # Token truth: trainer and sampler agree on every token of conversations, too.
+    assert rows[0]["mismatch/same_version_max"] < 1e-4
+
+
+def test_a_second_attempt_runs(tmp_path: Path):
+    small = [item for item in SMALL if not item.startswith("rollout.")]
+    config = load_config(
+        EXAMPLES / "second_attempt.yaml",
+        [*small, "rollout.batch_size=4", "rollout.group_size=4", f"run.output_dir={tmp_path}"],
+    )
+    run_rl(config)
+    rows = metrics(tmp_path / "second-attempt")[1:]
+    assert len(rows) == 2
+    assert all(0 <= row["reward/mean"] <= 1 for row in rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workflow", ["agent", "tool_use"])
+def test_a_two_turn_tool_task_is_learned(
+    workflow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(EXAMPLES.parent)
+    path = EXAMPLES / "tool_agent.py"
+    whole = [
+        item
+        for item in small_tool_task(tmp_path)
+        if item.split("=")[0] in ("run.output_dir", "model.path", "warmup.data.path", "data.path")
+    ]
+    monkeypatch.setattr(sys, "argv", [str(path), f"workflow={workflow}", *whole])
+    runpy.run_path(str(path), run_name="__main__")
+    rows = metrics(tmp_path / {"agent": "tool-agent", "tool_use": "tool-use"}[workflow])
+    before = sum(row["reward/mean"] for row in rows[:5]) / 5
+    after = sum(row["reward/mean"] for row in rows[-10:]) / 10
+    assert after > before + 0.15

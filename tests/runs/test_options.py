@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from tandem.algorithms.policy import POLICY_LOSSES
+from tandem.errors import CapabilityError
 from tandem.trainers import run_rl
 from tests.runs.conftest import Bed, Warmed, metrics
 
@@ -44,7 +45,9 @@ def test_a_penalty_on_divergence_keeps_the_policy_near_the_reference(bed: Bed):
 def test_decoupled_objective_weighs_nothing_while_the_sampler_is_the_policy(bed: Bed):
     options = ("steps=1", "train.lr=1e-3")
     plain = steps_of(bed, *options, name="plain")
-    decoupled = steps_of(bed, *options, "algorithm.decoupled=true", name="decoupled")
+    decoupled = steps_of(
+        bed, *options, "algorithm.corrections=[{method: decoupled_cap}]", name="decoupled"
+    )
     assert decoupled[0]["actor/grad_norm"] == pytest.approx(plain[0]["actor/grad_norm"], rel=1e-4)
 
 
@@ -165,6 +168,29 @@ def test_a_users_workflow_trains_with_the_rows_that_the_contract_asks_for(bed: B
 
 
 def test_scripted_engine_drives_the_loop(bed: Bed):
-    rows = steps_of(bed, "inference.backend=scripted", "steps=2", "algorithm.decoupled=true")
+    rows = steps_of(
+        bed,
+        "inference.backend=scripted",
+        "steps=2",
+        "algorithm.corrections=[{method: decoupled_cap}]",
+    )
     assert [row["actor/update_successful"] for row in rows] == [1, 1]
     assert all("reward/mean" in row for row in rows)
+
+
+def test_a_sharded_engine_without_a_launcher_gives_the_run_of_the_local_one(bed: Bed):
+    local, sharded = (
+        [row["actor/grad_norm"] for row in steps_of(bed, "steps=2", *options, name=name)]
+        for name, options in (("local", ()), ("sharded", ("train.backend=fsdp",)))
+    )
+    assert sharded == pytest.approx(local, rel=1e-4)
+
+
+def test_a_run_under_a_launcher_with_several_ranks_is_refused(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CapabilityError, match=r"WORLD_SIZE: got 2.*docs/distributed.md"):
+        run_rl(bed.config())
+    assert not bed.run_dir().exists()

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from tandem.config.schema import TrainConfig
 from tandem.data.batch import collate
@@ -12,7 +12,7 @@ VOCABULARY = 61
 
 def save_qwen3(path, *, tied=False, seed=0, **changes):
     torch.manual_seed(seed)
-    settings = {
+    sizes = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -21,10 +21,29 @@ def save_qwen3(path, *, tied=False, seed=0, **changes):
         "num_key_value_heads": 2,
         "head_dim": 8,
         "max_position_embeddings": 128,
-        "tie_word_embeddings": tied,
         "initializer_range": 0.2,
     }
-    config = Qwen3Config(**settings | changes)
+    config = Qwen3Config(**sizes | changes, tie_word_embeddings=tied)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    return str(path)
+
+
+def save_experts(path):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return str(path)
 

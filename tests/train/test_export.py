@@ -7,7 +7,7 @@ from tandem.errors import CheckpointError, ConfigError, DataError
 from tandem.types import SaveLoadMeta, WeightUpdateMeta
 from tandem.weights import expect, open_published
 from tests.train import reference
-from tests.train.conftest import make_batch, nll
+from tests.train.conftest import make_batch, nll, save_experts
 
 IDS = torch.tensor([[5, 7, 11, 2, 3]])
 
@@ -47,6 +47,19 @@ def test_plain_transformers_loads_an_export_with_equal_logits(
     assert ("lm_head.weight" in names) is not tied
     is_tied = loaded.lm_head.weight.data_ptr() == loaded.model.embed_tokens.weight.data_ptr()
     assert is_tied is tied
+
+
+def test_experts_that_are_one_tensor_in_memory_are_saved_one_by_one(make_engine, tmp_path):
+    engine = trained(make_engine, save_experts(tmp_path / "experts"))
+    engine.save(SaveLoadMeta(str(tmp_path / "model")))
+    with (
+        safe_open(tmp_path / "model" / "model.safetensors", "pt") as saved,
+        safe_open(tmp_path / "experts" / "model.safetensors", "pt") as source,
+    ):
+        assert set(saved.keys()) == set(source.keys())
+    torch.testing.assert_close(
+        logits(reference.load(tmp_path / "model")), own_logits(engine), rtol=0, atol=1e-5
+    )
 
 
 def test_an_untied_head_is_saved_whatever_the_config_says(make_engine, tied_path, tmp_path):

@@ -11,6 +11,7 @@ from tandem.train.optim import (
     export_optimizer,
     import_optimizer,
     learning_rate,
+    optimizer_entries,
     scale_gradients,
     squared_norm,
 )
@@ -117,7 +118,8 @@ def test_moments_and_step_count_survive_a_resume():
     saved = {k: v.clone() for k, v in export_optimizer(optimizer, parameters).items()}
     resumed = parameter(parameters["w"].item())
     optimizer = build_optimizer(resumed, config)
-    import_optimizer(optimizer, resumed, saved)
+    entries = optimizer_entries(saved)
+    import_optimizer(optimizer, resumed, entries, lambda into, key: into.copy_(saved[key]))
     for gradient in (0.1, 0.1):
         step(resumed, optimizer, gradient)
     assert resumed["w"].item() == pytest.approx(0.9647600123, abs=1e-7)

@@ -7,7 +7,8 @@ pass over the whole step *before* loss weights are computed. What does not: diag
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tandem.algorithms.policy.ratios import log_ratios, row_mean
-from tandem.algorithms.tokens import Reduce, identity, masked_mean, under_mask
+from tandem.algorithms.tokens import MAX_LOG_RATIO, Reduce, identity, masked_mean, under_mask
 from tandem.errors import ConfigError, DataError
 
 
@@ -112,6 +113,47 @@ def seq_mask_tis(
     return under_mask(w if cap is None else w.clamp(max=cap), keep), keep
 
 
+def seq_tis_product(
+    prox_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0
+) -> tuple[Tensor, Tensor]:
+    """``min(prod w, cap)`` for every token of a row: the unbiased weight of a response, truncated.
+
+    The logarithm of the product is clamped to +-20.
+    """
+    _positive("cap", cap)
+    total = log_ratios(prox_logprobs, sampler_logprobs, mask).detach().sum(dim=1, keepdim=True)
+    w = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp().clamp(max=cap)
+    return under_mask(w.expand(mask.shape), mask), mask.bool()
+
+
+def seq_tis_geometric(
+    prox_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, *, cap: float = 2.0
+) -> tuple[Tensor, Tensor]:
+    """``min(geometric mean of w, cap)`` for every token of a row."""
+    _positive("cap", cap)
+    w = geometric_ratio(prox_logprobs, sampler_logprobs, mask)[:, None].clamp(max=cap)
+    return under_mask(w.expand(mask.shape), mask), mask.bool()
+
+
+def seq_mis_product(
+    prox_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    *,
+    low: float = 0.5,
+    high: float = 2.0,
+) -> tuple[Tensor, Tensor]:
+    """Rows whose product of ``w`` is outside ``[low, high]`` are dropped; the others weigh 1.
+
+    ``mis`` with ``level="sequence"`` is the same with the geometric mean.
+    """
+    _band(low, high)
+    total = log_ratios(prox_logprobs, sampler_logprobs, mask).detach().sum(dim=1, keepdim=True)
+    w = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    keep = mask.bool() & (w >= low) & (w <= high)
+    return keep.to(prox_logprobs.dtype), keep
+
+
 CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "decoupled_cap": decoupled_cap,
     "tis": tis,
@@ -119,10 +161,13 @@ CORRECTIONS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "mis": mis,
     "veto": veto,
     "seq_mask_tis": seq_mask_tis,
+    "seq_tis_product": seq_tis_product,
+    "seq_tis_geometric": seq_tis_geometric,
+    "seq_mis_product": seq_mis_product,
 }
 """``correct(prox_logprobs, sampler_logprobs, mask, **params) -> (weights, kept mask)``."""
 
-REJECTIONS = frozenset({"mis", "veto"})
+REJECTIONS = frozenset({"mis", "veto", "seq_mis_product"})
 """Corrections that reject: what they drop leaves the denominator of the loss too."""
 
 
@@ -142,8 +187,7 @@ def behaviour_correction(
     second call replaces the weights and keeps the smaller mask, so a rejection can come before a
     weighting.
     """
-    if method not in CORRECTIONS:
-        raise ConfigError(f"method: got {method!r}, allowed: {', '.join(CORRECTIONS)}")
+    check_correction(method, params)
     for key in ("prox_logprobs", "logprobs", "loss_mask"):
         if key not in batch:
             raise DataError(f"{key}: missing from the batch, required by behaviour_correction")
@@ -155,6 +199,19 @@ def behaviour_correction(
     if drop_from_denominator or (drop_from_denominator is None and method in REJECTIONS):
         out["loss_mask"] = kept
     return out, _correction_metrics(out["behaviour_weights"], kept, batch["loss_mask"].bool())
+
+
+def check_correction(method: str, params: Mapping[str, Any]) -> None:
+    """Raises ``ConfigError`` unless there is a correction ``method`` that takes ``params``."""
+    if method not in CORRECTIONS:
+        raise ConfigError(f"method: got {method!r}, allowed: {', '.join(CORRECTIONS)}")
+    parameters = inspect.signature(CORRECTIONS[method]).parameters.values()
+    known = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"reduce"}
+    if unknown := sorted(set(params) - known - {"drop_from_denominator"}):
+        raise ConfigError(
+            f"correction {method}: it does not take {unknown[0]!r}, allowed: "
+            f"{', '.join(sorted({*known, 'drop_from_denominator'}))}"
+        )
 
 
 def _correction_metrics(weights: Tensor, kept: Tensor, mask: Tensor) -> dict[str, float]:

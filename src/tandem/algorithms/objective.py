@@ -1,4 +1,4 @@
-"""The loss of an RL step: policy term, KL to a reference, entropy bonus.
+"""The loss of an RL step: policy term, KL to a reference, entropy bonus, a teacher's term.
 
 What belongs here: how the terms are put together from a micro-batch's keys, and their metrics.
 What does not: the formulas of the terms, and anything that needs the whole step (loss weights,
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tandem.algorithms.distillation import DIVERGENCES, topk_divergence
 from tandem.algorithms.kl import KL_ESTIMATORS, KLGradient, kl_estimate
 from tandem.algorithms.policy import POLICY_BATCH_KEYS, POLICY_LOSSES
 from tandem.algorithms.tokens import under_mask
@@ -27,13 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """``sum(w * policy) + kl_coef * sum(w_kl * KL) - entropy_coef * sum(w_entropy * entropy)``.
+    """``sum(w * policy) + kl_coef * sum(w_kl * KL) - entropy_coef * sum(w_entropy * entropy)``,
+    ``+ distill_coef * sum(w_distill * divergence from the teacher)``.
 
     The ratio is taken against ``prox_logprobs``; with ``single_step``, for a training batch that is
     one optimizer step, against the policy's own value in the same pass, which is what they would
     be. ``w`` is ``loss_weights``, times
-    ``behaviour_weights`` when the batch has them; ``w_kl`` and ``w_entropy`` are
-    ``kl_loss_weights`` and ``entropy_loss_weights``. ``policy_kwargs`` go to the policy loss.
+    ``behaviour_weights`` when the batch has them; ``w_kl``, ``w_entropy`` and ``w_distill`` are
+    ``kl_loss_weights``, ``entropy_loss_weights`` and ``distill_loss_weights``. ``policy_kwargs`` go
+    to the policy loss. The teacher's term compares the tokens ``candidate_ids``, of which the
+    teacher's own are ``candidate_teacher_logprobs`` (both ``[B, T, K]``).
     """
 
     policy_loss: str = "ppo_clip"
@@ -42,11 +46,14 @@ class PolicyObjective:
     kl_estimator: str = "k3"
     kl_gradient: KLGradient = "auto"
     entropy_coef: float = 0.0
+    distill_coef: float = 0.0
+    divergence: str = "reverse"
     single_step: bool = False
 
     def __post_init__(self) -> None:
         _check_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
         _check_choice("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
+        _check_choice("divergence", self.divergence, DIVERGENCES)
         known = set(inspect.signature(POLICY_LOSSES[self.policy_loss]).parameters)
         unknown = sorted(set(self.policy_kwargs) - known)
         if unknown:
@@ -57,7 +64,8 @@ class PolicyObjective:
 
     @property
     def required_outputs(self) -> frozenset[str]:
-        return frozenset({"train_logprobs", "entropy"} if self.entropy_coef else {"train_logprobs"})
+        wanted = {"entropy": self.entropy_coef, "candidate_logprobs": self.distill_coef}
+        return frozenset({"train_logprobs", *(name for name, coef in wanted.items() if coef)})
 
     def __call__(
         self, outputs: Mapping[str, Tensor], microbatch: TensorDict
@@ -81,6 +89,11 @@ class PolicyObjective:
             kl_BT = self._kl(logprobs, microbatch, mask)
             loss = loss + self.kl_coef * (required_key(microbatch, "kl_loss_weights") * kl_BT).sum()
             averages["actor/kl_loss"] = kl_BT
+        if self.distill_coef:
+            gap_BT = self._teacher_divergence(outputs, microbatch, mask)
+            weights_BT = required_key(microbatch, "distill_loss_weights")
+            loss = loss + self.distill_coef * (weights_BT * gap_BT).sum()
+            averages["actor/distill_loss"] = gap_BT
         if "entropy" in outputs:
             entropy_BT = under_mask(outputs["entropy"], mask)
             averages["actor/entropy"] = entropy_BT
@@ -99,6 +112,14 @@ class PolicyObjective:
             gradient=self.kl_gradient,
         )
         return under_mask(kl, mask)
+
+    def _teacher_divergence(
+        self, outputs: Mapping[str, Tensor], microbatch: TensorDict, mask: Tensor
+    ) -> Tensor:
+        teacher_BTK = required_key(microbatch, "candidate_teacher_logprobs")
+        return topk_divergence(
+            outputs["candidate_logprobs"], teacher_BTK, mask, divergence=self.divergence
+        )
 
 
 _POSITIONAL = ("logprobs_BT", "old_logprobs_BT", "advantages_BT", "mask_BT")

@@ -68,6 +68,13 @@ def overlong_penalty(
     return -factor * (excess / cache).clamp(0.0, 1.0)
 
 
+def trajectory_sums(values_BT: Tensor, mask_BT: Tensor, sample_ids_B: Tensor) -> Tensor:
+    """Sum over the mask of all rows of each row's trajectory, ``[B]``."""
+    _, index_B = torch.unique(sample_ids_B, return_inverse=True)
+    rows_B = under_mask(values_BT, mask_BT).sum(dim=1)
+    return torch.zeros_like(rows_B).index_add_(0, index_B, rows_B)[index_B]
+
+
 def _is_last(mask_BT: Tensor) -> Tensor:
     remaining = mask_BT.flip(1).cumsum(dim=1).flip(1)
     return mask_BT & (remaining == 1)

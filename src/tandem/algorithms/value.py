@@ -1,4 +1,4 @@
-"""The critic's loss. What does not belong here: advantages and returns."""
+"""The critic's loss and how well it predicts. What does not belong here: advantages and returns."""
 
 from __future__ import annotations
 
@@ -39,6 +39,18 @@ def value_loss(
     old = under_mask(old_values_BT.detach(), mask_BT)
     bounded = (old + (values - old).clamp(-clip, clip) - returns) ** 2
     return 0.5 * torch.maximum(plain, bounded), {"vf_clipfrac": bounded > plain}
+
+
+def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor) -> float | None:
+    """``1 - Var(R - v) / Var(R)`` over the mask: 1 for a perfect critic, 0 for a constant one.
+
+    None where the returns do not vary.
+    """
+    mask = mask_BT.bool()
+    returns, values = returns_BT[mask].double(), values_BT[mask].double()
+    if returns.numel() < 2 or float(returns.max() - returns.min()) == 0.0:
+        return None
+    return float(1.0 - (returns - values).var(correction=0) / returns.var(correction=0))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ What goes into a checkpoint belongs to the train engines and the trainers.
 """
 
 from tandem.checkpoint.background import BackgroundWriter
-from tandem.checkpoint.directory import latest, supersede_newer
+from tandem.checkpoint.directory import latest, list_steps, supersede_newer
 from tandem.checkpoint.manifest import CheckpointDir, verify
 from tandem.checkpoint.remote import check_store, download, upload
 from tandem.checkpoint.rng import capture_rng, restore_rng
@@ -20,6 +20,7 @@ __all__ = [
     "check_store",
     "download",
     "latest",
+    "list_steps",
     "read_state",
     "read_tensors",
     "restore_rng",

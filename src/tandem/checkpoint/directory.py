@@ -14,6 +14,7 @@ from tandem.checkpoint.manifest import CheckpointDir, read_manifest, verify
 from tandem.checkpoint.scratch import remove_leftovers
 from tandem.errors import CheckpointError
 from tandem.files import sync
+from tandem.observe.moments import reach
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ def _remove(path: Path) -> None:
     hidden = free_name(path.parent / f"{_REMOVING_PREFIX}{path.name}")
     path.rename(hidden)
     _VERIFIED.pop(path, None)
+    reach("checkpoint.retention")
     shutil.rmtree(hidden)
 
 

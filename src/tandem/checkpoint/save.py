@@ -33,6 +33,7 @@ from tandem.checkpoint.scratch import ScratchDirectory, create_scratch
 from tandem.checkpoint.state import encode
 from tandem.errors import CheckpointError
 from tandem.files import sync
+from tandem.observe.moments import reach
 
 logger = logging.getLogger(__name__)
 
@@ -161,8 +162,10 @@ def _land(scratch: Path, target: Path) -> None:
     if target.exists():
         quarantine(target)
     scratch.chmod(0o755)
+    reach("checkpoint.before_rename")
     scratch.rename(target)
     sync(target.parent)
+    reach("checkpoint.after_rename")
     remember_verified(target)
 
 

@@ -11,7 +11,24 @@ import sys
 import typer
 
 from tandem import __version__
-from tandem.cli import doctor, dpo, evaluate, generate, model, quickstart, reward, rl, sft, status
+from tandem.cli import (
+    bench,
+    conformance,
+    data,
+    doctor,
+    dpo,
+    evaluate,
+    generate,
+    model,
+    quickstart,
+    replay,
+    reward,
+    rl,
+    rollouts,
+    serve,
+    sft,
+    status,
+)
 from tandem.cli.failures import report_failures
 
 app = typer.Typer(
@@ -30,8 +47,14 @@ app.command("reward")(reward.reward)
 app.command("rl")(rl.rl)
 app.command("eval")(evaluate.evaluate)
 app.command("generate")(generate.generate)
+app.command("serve")(serve.serve)
 app.add_typer(model.app, name="model")
+app.command("rollouts")(rollouts.rollouts)
+app.command("replay")(replay.replay)
+app.add_typer(data.app, name="data")
 app.command("status")(status.status)
+app.add_typer(bench.app, name="bench")
+app.command("conformance")(conformance.conformance)
 app.command("doctor")(doctor.doctor)
 
 

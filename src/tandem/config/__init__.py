@@ -3,10 +3,18 @@
 Nothing here imports torch; a component is handed its own section, never the root.
 """
 
+from tandem.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    FrozenModelConfig,
+    ScoringModelConfig,
+    ShapingConfig,
+    TeacherConfig,
+)
 from tandem.config.load import load_config, resolve_recipe, to_yaml
 from tandem.config.resume import RESUMABLE_CHANGES, check_resume
+from tandem.config.rl import CriticConfig, RLConfig
 from tandem.config.schema import (
-    AlgorithmConfig,
     CheckpointConfig,
     DataConfig,
     DPOConfig,
@@ -18,10 +26,10 @@ from tandem.config.schema import (
     OptimizerConfig,
     PairEvalConfig,
     PairRoot,
+    ParallelConfig,
     RewardConfig,
     RewardModelConfig,
     RewardStageConfig,
-    RLConfig,
     RolloutConfig,
     Root,
     RunConfig,
@@ -37,16 +45,20 @@ __all__ = [
     "RESUMABLE_CHANGES",
     "AlgorithmConfig",
     "CheckpointConfig",
+    "CorrectionConfig",
+    "CriticConfig",
     "DPOConfig",
     "DPOStageConfig",
     "DataConfig",
     "EvalConfig",
+    "FrozenModelConfig",
     "InferenceConfig",
     "LoraConfig",
     "ModelConfig",
     "OptimizerConfig",
     "PairEvalConfig",
     "PairRoot",
+    "ParallelConfig",
     "RLConfig",
     "RewardConfig",
     "RewardModelConfig",
@@ -56,7 +68,10 @@ __all__ = [
     "RunConfig",
     "SFTConfig",
     "SFTStageConfig",
+    "ScoringModelConfig",
+    "ShapingConfig",
     "StageConfig",
+    "TeacherConfig",
     "TinyModelConfig",
     "TrackingConfig",
     "TrainConfig",

@@ -19,7 +19,9 @@ from tandem.config.keys import (
     takes_only_text,
 )
 from tandem.config.parse import parse_yaml
-from tandem.config.schema import DPOConfig, RewardModelConfig, RLConfig, Root, SFTConfig
+from tandem.config.rl import RLConfig
+from tandem.config.schema import DPOConfig, RewardModelConfig, Root, SFTConfig
+from tandem.config.section import Section
 from tandem.errors import ConfigError
 
 KINDS: dict[str, type[Root]] = {
@@ -38,8 +40,9 @@ def load_config(
 ) -> Any:
     """Read a configuration from a YAML file or a mapping, then apply ``section.key=value``.
 
-    Override values are read as YAML, except that keys which take text get it verbatim. ``kind``
-    (``sft``, ``dpo``, ``reward`` or ``rl``) must agree with the file's own.
+    A file may say ``base: other.yaml`` (beside it) and only what differs from that one. Override
+    values are read as YAML, except that keys which take text get it verbatim. ``kind`` (``sft``,
+    ``dpo``, ``reward`` or ``rl``) must agree with the file's own.
 
     Raises:
         ConfigError: missing file, bad YAML, unknown keys (each with a suggestion), or bad values;
@@ -50,6 +53,15 @@ def load_config(
     model = _kind_of(data, {".".join(path): text for path, text in pairs}, kind)
     for path, text in pairs:
         _apply(data, path, _value(model, path, text))
+    return validate(model, data)
+
+
+def validate(model: type[Section], data: Mapping[str, Any]) -> Any:
+    """A section, or a whole configuration, from plain values.
+
+    Raises:
+        ConfigError: every unknown key (with a suggestion) and every bad value, one a line.
+    """
     problems = list(_misused_booleans(model, data))
     try:
         config = model.model_validate(_completed(model, data))
@@ -58,6 +70,19 @@ def load_config(
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(problems)))
     return config
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """``section.key=value`` items, the values read as YAML, as nested mappings.
+
+    Raises:
+        ConfigError: an item of another form, or a value that is not YAML.
+    """
+    data: dict[str, Any] = {}
+    for item in overrides:
+        path, text = _split(item)
+        _apply(data, path, parse_yaml(text))
+    return data
 
 
 def resolve_recipe(name: str) -> Path:
@@ -80,10 +105,15 @@ def to_yaml(config: Root) -> str:
 
 def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(source, Mapping):
-        return _copied(source)
+        return _on_base(_copied(source), Path(), ())
+    return _read_file(Path(source), ())
+
+
+def _read_file(source: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    """A file on top of its bases; ``readers`` are the files that led here, the first one first."""
     name = f"config file {str(source)!r}"
     try:
-        data = parse_yaml(Path(source).read_text(encoding="utf-8"))
+        data = parse_yaml(source.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{name}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -94,7 +124,31 @@ def _read(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"{name}: got {type(data).__name__}, allowed: a mapping of sections, e.g. 'model:'"
         )
-    return data
+    return _on_base(data, source.parent, (*readers, source.resolve()))
+
+
+def _on_base(data: dict[str, Any], folder: Path, readers: tuple[Path, ...]) -> dict[str, Any]:
+    """``data`` without its key ``base``, on top of what the file that it names says."""
+    if "base" not in data:
+        return data
+    base = data.pop("base")
+    if not isinstance(base, str):
+        raise ConfigError(f"base: got {base!r}, allowed: the path of one YAML file")
+    path = folder / base
+    if path.resolve() in readers:
+        names = " -> ".join(reader.name for reader in (*readers, path.resolve()))
+        raise ConfigError(f"base: {names} leads back to itself; leave one of them out")
+    return _merged(_read_file(path, readers), data)
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    """Sections key by key; any other value of ``above``, null too, replaces the one below."""
+    merged = dict(below)
+    for name, value in above.items():
+        under = merged.get(name)
+        both = isinstance(value, dict) and isinstance(under, dict)
+        merged[name] = _merged(under, value) if both else value  # type: ignore[arg-type]
+    return merged
 
 
 def _copied(value: Any) -> Any:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tandem.config.section import (
+    Beta,
+    Dtype,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from tandem.config.urls import check_scheme
 from tandem.types import GenerationConfig
-
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Dtype = Literal["float32", "bfloat16"]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class RunConfig(Section):
@@ -30,6 +28,9 @@ class RunConfig(Section):
     seed: NonNegativeInt = 0
     threads: PositiveInt | None = Field(
         None, description="torch threads of the training process; None: cores minus the generator's"
+    )
+    stall_timeout_s: PositiveFloat = Field(
+        1800.0, description="RL ends with an error when nothing at all moved for so long"
     )
 
 
@@ -92,6 +93,25 @@ class OptimizerConfig(Section):
         return value
 
 
+class ParallelConfig(Section):
+    """How the ranks of a sharded backend divide the work.
+
+    Ranks that are left after ``tensor``, ``sequence`` and ``replicate`` shard parameters, gradients
+    and optimizer state. Each data-parallel rank has rows of its own; tensor-parallel ranks see the
+    same rows.
+    """
+
+    tensor: PositiveInt = Field(1, description="ranks that compute each layer together")
+    replicate: PositiveInt = Field(
+        1, description="hybrid sharding: whole copies of the model, each sharded over its own ranks"
+    )
+    sequence: PositiveInt = Field(1, description="ranks that share each sequence")
+    reduce_per_microbatch: bool = Field(
+        True, description="False: once a batch; less communication, whole gradients on every rank"
+    )
+    timeout_s: PositiveFloat = Field(1800.0, description="how long a rank waits for the others")
+
+
 class TrainConfig(OptimizerConfig):
     """The train engine and its optimizer; ``train.lr`` and friends are the optimizer's."""
 
@@ -104,6 +124,7 @@ class TrainConfig(OptimizerConfig):
     offload_params: bool = False
     offload_optimizer: bool = False
     offload_grads: bool = False
+    parallel: ParallelConfig = ParallelConfig()
 
 
 class InferenceConfig(Section):
@@ -113,8 +134,26 @@ class InferenceConfig(Section):
     )
     device: str | None = None
     dtype: Dtype = "float32"
-    max_batch_size: PositiveInt = 64
+    max_batch_size: PositiveInt = Field(64, description="requests that run at the same time")
     max_context: PositiveInt | None = None
+    max_tokens_per_pass: PositiveInt = Field(
+        2048, description="tokens of one forward pass; longer prompts are computed in chunks"
+    )
+    cache_tokens: PositiveInt | None = Field(
+        None, description="tokens of all running requests; None: what a quarter of memory holds"
+    )
+    prefix_cache_mib: NonNegativeInt = Field(
+        256, description="memory for prefixes kept across requests; 0 turns it off"
+    )
+    numerics: Literal["matched", "fast"] = Field(
+        "matched",
+        description="matched: float32 on a CPU gives the bits of training's log-probabilities; "
+        "fast: other kernels and a second copy of the weights laid out for them, as in bfloat16",
+    )
+    compile: Literal["auto", "off", "on"] = Field(
+        "off",
+        description="torch.compile of decoding; auto: shapes in long use, where it measures faster",
+    )
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     transport: Literal["auto", "inprocess", "shared_memory", "disk"] = "auto"
     threads: PositiveInt = 1
@@ -139,7 +178,14 @@ class InferenceConfig(Section):
     def _deterministic(self) -> Self:
         if not self.deterministic or self.backend == "scripted":
             return self
-        needed = {"dtype": "float32", "device": "cpu", "threads": 1, "kv_on_update": "recompute"}
+        needed = {
+            "dtype": "float32",
+            "device": "cpu",
+            "threads": 1,
+            "kv_on_update": "recompute",
+            "numerics": "matched",
+            "compile": "off",
+        }
         for name, value in needed.items():
             if getattr(self, name) != value:
                 raise ValueError(
@@ -152,15 +198,40 @@ class InferenceConfig(Section):
 class RewardConfig(Section):
     """What scores a completion.
 
-    ``name`` is ``auto`` (the data source's own scorer), a built-in, ``path/to/file.py:function`` or
+    ``name`` is ``auto`` (the data source's own scorer), ``model`` (0 here: the section
+    ``reward_model`` of an RL run scores it), another built-in, ``path/to/file.py:function`` or
     ``package.module:function``; ``process`` runs it in child processes with a deadline.
     """
 
     name: str = "auto"
     kwargs: dict[str, Any] = {}
+    per: Literal["completion", "group", "batch"] = Field(
+        "completion", description="what one call sees; group: all completions of a prompt"
+    )
+    batch_size: PositiveInt = Field(64, description="completions of one call, with per=batch")
+    batch_wait_s: NonNegativeFloat = Field(
+        0.05, description="how long a batch is collected, with per=batch"
+    )
+    max_concurrent: PositiveInt | None = Field(None, description="calls at once; None: any number")
     process: bool = False
     workers: PositiveInt = 1
     timeout_s: PositiveFloat = 30.0
+    memory_mb: PositiveInt | None = Field(
+        None, description="address space of a child process; needs process=true"
+    )
+    cpu_s: PositiveFloat | None = Field(
+        None, description="processor seconds of one call; needs process=true"
+    )
+    network: bool = Field(
+        True, description="false: child processes have no network; needs process=true and Linux"
+    )
+
+    @model_validator(mode="after")
+    def _limits_need_a_process(self) -> Self:
+        limited = self.memory_mb is not None or self.cpu_s is not None or not self.network
+        if limited and not self.process:
+            raise ValueError("reward.memory_mb, cpu_s and network=false need reward.process=true")
+        return self
 
 
 class RolloutConfig(Section):
@@ -181,33 +252,6 @@ class RolloutConfig(Section):
     max_failures_in_row: PositiveInt = 16
     drop_zero_variance: bool = Field(False, description="dynamic sampling: reject such groups")
     max_rejected_in_row: PositiveInt = 512
-
-
-class AlgorithmConfig(Section):
-    advantage: str = "grpo"
-    advantage_kwargs: dict[str, Any] = {}
-    policy_loss: str = "ppo_clip"
-    clip_low: NonNegativeFloat | None = Field(None, description="None: the policy loss's own")
-    clip_high: NonNegativeFloat | None = Field(None, description="None: the policy loss's own")
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    aggregation: Literal[
-        "token-mean",
-        "token-sum",
-        "seq-mean-token-sum",
-        "seq-mean-token-mean",
-        "seq-mean-token-sum-norm",
-    ] = "token-mean"
-    horizon: PositiveInt | None = Field(None, description="divisor of seq-mean-token-sum-norm")
-    decoupled: bool = Field(
-        False, description="decoupled PPO: weight tokens by prox / behaviour probability"
-    )
-    behaviour_cap: PositiveFloat = Field(5.0, description="drop tokens whose weight exceeds it")
-    kl_coef: NonNegativeFloat = 0.0
-    kl_estimator: Literal["k1", "k2", "k3", "abs"] = "k3"
-    entropy_coef: NonNegativeFloat = 0.0
-    epochs: PositiveInt = 1
-    minibatches: PositiveInt = 1
-    mask_truncated: bool = False
 
 
 class DataConfig(Section):
@@ -409,55 +453,3 @@ class RewardModelConfig(PairRoot):
 
     kind: Literal["reward"] = "reward"
     reward: RewardStageConfig
-
-
-class RLConfig(Root):
-    """A run of reinforcement learning; ``warmup`` is an optional supervised stage before it."""
-
-    kind: Literal["rl"] = "rl"
-    warmup: SFTStageConfig | None = None
-    data: DataConfig
-    train: TrainConfig = TrainConfig()
-    inference: InferenceConfig = InferenceConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    eval: EvalConfig = EvalConfig()
-    steps: PositiveInt = 100
-
-    @model_validator(mode="after")
-    def _trainable(self) -> Self:
-        rollout, algorithm = self.rollout, self.algorithm
-        changed = rollout.generation.untrainable_fields()
-        if changed:
-            raise ValueError(
-                f"rollout.generation.{changed[0]} changes the sampled distribution, which training "
-                "cannot replay; use the neutral value (top_p 1, top_k 0, min_p 0, penalties off, "
-                "temperature > 0)"
-            )
-        if rollout.generation.n_samples != 1:
-            raise ValueError("rollout.generation.n_samples: use rollout.group_size instead")
-        if rollout.batch_size % algorithm.minibatches:
-            raise ValueError(
-                f"rollout.batch_size ({rollout.batch_size}) must be a multiple of "
-                f"algorithm.minibatches ({algorithm.minibatches})"
-            )
-        if rollout.min_group_size > rollout.group_size:
-            raise ValueError("rollout.min_group_size must be <= rollout.group_size")
-        if algorithm.aggregation == "seq-mean-token-sum-norm" and algorithm.horizon is None:
-            raise ValueError("algorithm.horizon is required by seq-mean-token-sum-norm")
-        return self
-
-    @model_validator(mode="after")
-    def _deterministic(self) -> Self:
-        if self.inference.deterministic:
-            found = {
-                "train.dtype": (self.train.dtype, "float32"),
-                "train.device": (self.train.device, "cpu"),
-                "run.threads": (self.run.threads, 1),
-            }
-            for name, (value, needed) in found.items():
-                if value != needed:
-                    raise ValueError(
-                        f"inference.deterministic needs {name}={needed}, got {value!r}"
-                    )
-        return self

@@ -43,6 +43,7 @@ KEYS: dict[str, KeySpec] = {
     "train_logprobs": KeySpec(_FLOAT, "BT"),
     "ref_logprobs": KeySpec(_FLOAT, "BT"),
     "prox_logprobs": KeySpec(_FLOAT, "BT"),
+    "teacher_logprobs": KeySpec(_FLOAT, "BT"),
     "entropy": KeySpec(_FLOAT, "BT"),
     "advantages": KeySpec(_FLOAT, "BT"),
     "values": KeySpec(_FLOAT, "BT"),
@@ -52,6 +53,7 @@ KEYS: dict[str, KeySpec] = {
     "kl_loss_weights": KeySpec(_FLOAT, "BT or B"),
     "entropy_loss_weights": KeySpec(_FLOAT, "BT or B"),
     "value_loss_weights": KeySpec(_FLOAT, "BT or B"),
+    "distill_loss_weights": KeySpec(_FLOAT, "BT or B"),
     "temperature": KeySpec(_FLOAT, "B"),
     "rewards": KeySpec(_FLOAT, "B"),
     "scores": KeySpec(_FLOAT, "B"),
@@ -68,7 +70,13 @@ KEYS: dict[str, KeySpec] = {
     "kl_baselines": KeySpec(_FLOAT, "B"),
 }
 
-WEIGHT_KEYS = ("loss_weights", "kl_loss_weights", "entropy_loss_weights", "value_loss_weights")
+WEIGHT_KEYS = (
+    "loss_weights",
+    "kl_loss_weights",
+    "entropy_loss_weights",
+    "value_loss_weights",
+    "distill_loss_weights",
+)
 """Normalising weights of the loss terms, computed once per optimizer step."""
 
 
@@ -193,7 +201,9 @@ def to_padded(batch: TensorDict) -> tuple[TensorDict, Layout]:
     fields = {}
     for name, value in batch.items():
         nested = isinstance(value, Tensor) and value.is_nested
-        fields[name] = value.to_padded_tensor(_pad_value(name)) if nested else value
+        # The size is given because torch pads to another one where it has not seen the lengths yet.
+        size = (len(lengths), width, *value.shape[2:]) if nested else None
+        fields[name] = value.to_padded_tensor(_pad_value(name), size) if nested else value
     fields["attention_mask"] = torch.arange(width, device=ids.device) < lengths[:, None]
     return TensorDict(fields, batch_size=batch.batch_size), Layout(offsets)
 

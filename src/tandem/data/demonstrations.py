@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,16 @@ from tandem.data.examples import ExampleSource
 from tandem.data.noise import load_noise
 from tandem.data.prompts import ids_digest, render_prompt
 from tandem.data.sources import Row, Rows, missing_columns, read_rows
-from tandem.data.text import Message, check_messages, encode, fill, render_chat, text_of
+from tandem.data.text import (
+    Message,
+    check_messages,
+    encode,
+    fill,
+    render_chat,
+    text_of,
+    tools_of,
+)
+from tandem.data.turns import Tools
 from tandem.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -40,8 +49,8 @@ def open_demonstrations(
     """Read and tokenise every demonstration of a supervised stage.
 
     A row has ``messages``, or a prompt (as for ``open_prompts``) and an ``answer`` (or
-    ``response``, or ``completion``). The mistakes of ``data.answer_noise`` are a function of
-    (seed, row), the same in every epoch.
+    ``response``, or ``completion``), which may be chat messages too. The mistakes of
+    ``data.answer_noise`` are a function of (seed, row), the same in every epoch.
 
     Raises:
         ConfigError: a setting that the tokenizer or the task cannot honour.
@@ -49,6 +58,7 @@ def open_demonstrations(
             usable row left.
     """
     source = read_rows(config.data)
+    limit = min(config.max_length, config.train.max_tokens_per_microbatch)
     noise = None
     if config.data.answer_noise is not None:
         noise = load_noise(config.data.answer_noise, config.data.answer_noise_kwargs)
@@ -61,14 +71,13 @@ def open_demonstrations(
                 raise ConfigError("data.answer_noise needs rows with an answer, not messages")
             rng = Random(f"{seed}:{config.data.seed}:{index}")
             row = {**row, _answer_column(row, where): noise(row, rng)}
-        demonstration = _tokenise(row, config.data, tokenizer, where)
-        if not config.completion_only:
-            length = len(demonstration.input_ids)
-            demonstration = replace(demonstration, loss_mask=(False, *[True] * (length - 1)))
-        limit = min(config.max_length, config.train.max_tokens_per_microbatch)
-        fitted = fit_row(demonstration, limit, config.overlong, where, dropped)
-        if fitted is not None:
-            rows.append(fitted)
+        for demonstration in row_demonstrations(row, config.data, tokenizer, where):
+            if not config.completion_only:
+                length = len(demonstration.input_ids)
+                demonstration = replace(demonstration, loss_mask=(False, *[True] * (length - 1)))
+            fitted = fit_row(demonstration, limit, config.overlong, where, dropped)
+            if fitted is not None:
+                rows.append(fitted)
     if not rows:
         raise nothing_usable(source, config, dropped)
     return ExampleSource(
@@ -85,46 +94,91 @@ def conversation(
     tokenizer: PreTrainedTokenizerBase,
     where: str,
     *,
+    tools: Tools | None = None,
     first_target: int = 0,
 ) -> Demonstration:
-    """A chat conversation: what the assistant says, its end-of-turn token included, is a target.
-
-    Messages before number ``first_target`` are the prompt, assistant turns among them included.
-
-    The ids up to an assistant turn are those of the rendered prompt of that turn, so training sees
-    what generation sees. Whatever follows the last target is cut off.
+    """``conversation_rows`` where only one row will do.
 
     Raises:
-        DataError: no assistant message, or a template that renders the beginning of a conversation
-            differently once the conversation goes on.
+        DataError: also for a template that renders the beginning of a conversation differently once
+            the conversation goes on.
     """
-    ids: list[int] = []
-    mask: list[bool] = []
-    done = ""
+    rows = conversation_rows(messages, tokenizer, where, tools=tools, first_target=first_target)
+    if len(rows) > 1:
+        raise DataError(
+            f"{where}: the chat template rewrites earlier turns as the conversation goes on, which "
+            f"makes {len(rows)} rows of it where one is needed; split the conversation into one "
+            "row per assistant turn or change the template"
+        )
+    return rows[0]
+
+
+def conversation_rows(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    where: str,
+    *,
+    tools: Tools | None = None,
+    first_target: int = 0,
+) -> list[Demonstration]:
+    """A chat conversation: what the assistant says, its end-of-turn token included, is a target.
+
+    The ids up to an assistant turn are those of the rendered prompt of that turn, so training sees
+    what generation sees. Whatever follows the last target is cut off. A template that rewrites
+    earlier turns once the conversation goes on makes several rows, one for each stretch that it
+    leaves alone; every turn is a target exactly once. Messages before number
+    ``first_target`` are the prompt, assistant turns among them included.
+
+    Raises:
+        DataError: no assistant message, or a turn whose rendering does not begin with its prompt.
+    """
+    rows = [_Stretch()]
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index < first_target:
             continue
-        before = render_chat(tokenizer, messages[:index], where, generation_prompt=True)
-        after = render_chat(tokenizer, messages[: index + 1], where, generation_prompt=False)
-        if not (before.startswith(done) and after.startswith(before)):
+        before = render_chat(
+            tokenizer, messages[:index], where, generation_prompt=True, tools=tools
+        )
+        after = render_chat(
+            tokenizer, messages[: index + 1], where, generation_prompt=False, tools=tools
+        )
+        if not after.startswith(before):
             raise DataError(
-                f"{where}: the chat template does not extend the conversation at messages[{index}] "
-                "(it rewrites earlier turns), so the assistant's tokens cannot be told apart; "
-                "split the conversation into one row per assistant turn or change the template"
+                f"{where}: the chat template does not render messages[{index}] after the prompt "
+                "that asks for it, so the assistant's tokens cannot be told apart; change the "
+                "template"
             )
-        context = encode(tokenizer, before[len(done) :], where)
+        if not before.startswith(rows[-1].text):
+            rows.append(_Stretch())
+        rows[-1].add(tokenizer, before, after, where)
+    found = [row.finish(tokenizer) for row in rows if any(row.mask)]
+    if not found:
+        raise DataError(f"{where}: messages: no assistant message to learn from")
+    return found
+
+
+@dataclass
+class _Stretch:
+    """Turns that a template renders one after another without changing what came before."""
+
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+
+    def add(self, tokenizer: PreTrainedTokenizerBase, before: str, after: str, where: str) -> None:
+        context = encode(tokenizer, before[len(self.text) :], where)
         turn = encode(tokenizer, after[len(before) :], where)
         spoken = _spoken(turn, tokenizer.eos_token_id)
-        ids += [*context, *turn]
-        mask += [False] * len(context) + [i < spoken for i in range(len(turn))]
-        done = after
-    if not any(mask):
-        raise DataError(f"{where}: messages: no assistant message to learn from")
-    end = len(mask) - mask[::-1].index(True)
-    ids, mask = ids[:end], mask[:end]
-    if ids[-1] != tokenizer.eos_token_id:
-        ids, mask = [*ids, int(tokenizer.eos_token_id)], [*mask, True]
-    return masked(ids, mask)
+        self.ids += [*context, *turn]
+        self.mask += [False] * len(context) + [i < spoken for i in range(len(turn))]
+        self.text = after
+
+    def finish(self, tokenizer: PreTrainedTokenizerBase) -> Demonstration:
+        end = len(self.mask) - self.mask[::-1].index(True)
+        ids, mask = self.ids[:end], self.mask[:end]
+        if ids[-1] != tokenizer.eos_token_id:
+            ids, mask = [*ids, int(tokenizer.eos_token_id)], [*mask, True]
+        return masked(ids, mask)
 
 
 def _spoken(turn: tuple[int, ...], eos: int | None) -> int:
@@ -132,24 +186,38 @@ def _spoken(turn: tuple[int, ...], eos: int | None) -> int:
     return turn.index(eos) + 1 if eos in turn else len(turn)
 
 
-def _tokenise(
+def row_demonstrations(
     row: Row, config: DataConfig, tokenizer: PreTrainedTokenizerBase, where: str
-) -> Demonstration:
+) -> list[Demonstration]:
+    """One row of a data source as token rows, of any length."""
+    tools = tools_of(row, where)
     if _is_conversation(row, config):
         messages = check_messages(row["messages"], where)
         if config.system_prompt is not None:
             messages = [{"role": "system", "content": config.system_prompt}, *messages]
-        return conversation(messages, tokenizer, where)
+        return conversation_rows(messages, tokenizer, where, tools=tools)
     column = _answer_column(row, where)
+    prompt, prompt_ids = render_prompt(row, config, tokenizer, where)
+    if isinstance(row[column], list) and config.answer_template is None:
+        if isinstance(prompt, str):
+            raise DataError(
+                f"{where}: column {column!r} holds messages and the prompt is text; give both as "
+                "messages, or set data.chat=true"
+            )
+        spoken = check_messages(row[column], where)
+        return conversation_rows(
+            [*prompt, *spoken], tokenizer, where, tools=tools, first_target=len(prompt)
+        )
     template = "{" + column + "}" if config.answer_template is None else config.answer_template
     answer = fill(template, row, where)
-    prompt, prompt_ids = render_prompt(row, config, tokenizer, where)
     if not isinstance(prompt, str):
-        spoken: Message = {"role": "assistant", "content": answer}
-        return conversation([*prompt, spoken], tokenizer, where)
+        turn: Message = {"role": "assistant", "content": answer}
+        return conversation_rows(
+            [*prompt, turn], tokenizer, where, tools=tools, first_target=len(prompt)
+        )
     completion = (*encode(tokenizer, answer, where), int(tokenizer.eos_token_id))
     mask = [False] * len(prompt_ids) + [True] * len(completion)
-    return masked([*prompt_ids, *completion], mask)
+    return [masked([*prompt_ids, *completion], mask)]
 
 
 def _is_conversation(row: Row, config: DataConfig) -> bool:
@@ -159,7 +227,8 @@ def _is_conversation(row: Row, config: DataConfig) -> bool:
 def _answer_column(row: Row, where: str) -> str:
     for column in ANSWER_COLUMNS:
         if column in row:
-            text_of(row, column, where)
+            if not isinstance(row[column], list):
+                text_of(row, column, where)
             return column
     raise missing_columns(row, "'answer' (or 'response', 'completion', or 'messages')", where)
 

@@ -35,6 +35,7 @@ class PackedRows:
     rows: Tensor  # [M]
     segment_rows: Tensor  # [S], the row that each segment is
     shape: tuple[int, int]  # (B, T)
+    candidates: Tensor | None = None  # [M, K], further tokens to score in the place of each target
 
     def unpack(self, values: Tensor) -> Tensor:
         """Per-prediction values ``[M, ...]`` as ``[B, T, ...]``, zero where nothing is predicted.
@@ -64,7 +65,9 @@ class PackedRows:
             "rows",
             "segment_rows",
         )
-        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+        moved = {name: getattr(self, name).to(device) for name in names}
+        candidates = None if self.candidates is None else self.candidates.to(device)
+        return replace(self, **moved, candidates=candidates)
 
 
 def pack(
@@ -73,6 +76,7 @@ def pack(
     *,
     position_ids_BT: Tensor | None = None,
     predict_BT: Tensor | None = None,
+    candidates_BTK: Tensor | None = None,
 ) -> PackedRows:
     """Drop the padding (on either side) and lay the rows end to end.
 
@@ -89,23 +93,26 @@ def pack(
     if predict_BT is not None:
         is_predicted &= predict_BT.reshape(-1)[flat]
     predicted = is_predicted.nonzero().squeeze(-1)
+    slots = flat[predicted]
     return PackedRows(
         input_ids=tokens[None],
         position_ids=positions[None],
         lengths=tuple(length for length in lengths.tolist() if length),
         sources=predicted - 1,
         targets=tokens[predicted],
-        slots=flat[predicted],
+        slots=slots,
         rows=rows[predicted],
         segment_rows=lengths.nonzero().squeeze(-1),
         shape=(input_ids_BT.shape[0], input_ids_BT.shape[1]),
+        candidates=None if candidates_BTK is None else candidates_BTK.flatten(0, 1)[slots],
     )
 
 
-def dummy_rows() -> PackedRows:
+def dummy_rows(num_candidates: int = 0) -> PackedRows:
     """One row of two tokens, for a rank that must take part in a step without data."""
     ids = torch.zeros(1, 2, dtype=torch.int64)
-    return pack(ids, torch.ones_like(ids, dtype=torch.bool))
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    return pack(ids, mask, candidates_BTK=ids.new_zeros(1, 2, num_candidates))
 
 
 # --- cutting --------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from tandem.data.text import (
     fill,
     render_chat,
     text_of,
+    tools_of,
 )
 from tandem.errors import ConfigError, DataError
 from tandem.types import Prompt
@@ -127,7 +128,8 @@ def render_prompt(
     if isinstance(prompt, str):
         ids = encode_prompt(tokenizer, prompt, where)
     else:
-        text = render_chat(tokenizer, prompt, where, generation_prompt=True)
+        tools = tools_of(row, where)
+        text = render_chat(tokenizer, prompt, where, generation_prompt=True, tools=tools)
         ids = encode(tokenizer, text, where)
     if not ids:
         raise DataError(f"{where}: the prompt is empty")

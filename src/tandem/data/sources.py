@@ -43,7 +43,8 @@ def read_rows(config: DataConfig) -> Rows:
     """Every row of the configured source, with the columns renamed and the split taken.
 
     A row of ``reasoning_gym`` has ``question``, ``answer``, ``task``, ``task_kwargs`` and ``entry``
-    (what the task's own scorer takes), and the plain values of the task's metadata as columns.
+    (what the task's own scorer takes), and the plain values of the task's metadata as columns. A
+    row with ``reward_model.ground_truth`` and no ``answer`` gets that as its answer.
 
     Raises:
         ConfigError: unknown task or task setting.
@@ -107,14 +108,34 @@ def _distinct(numbered: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
 
 
 def _renamed(row: Row, config: DataConfig, where: str) -> Row:
-    if not config.columns:
+    if config.columns:
+        renamed = {
+            ours: _column(row, theirs, f"{theirs!r} (data.columns.{ours})", where)
+            for ours, theirs in config.columns.items()
+        }
+        sources = set(config.columns.values())
+        row = {**{key: value for key, value in row.items() if key not in sources}, **renamed}
+    return _with_ground_truth(row)
+
+
+def _column(row: Row, name: str, spelt: str, where: str) -> Any:
+    """A column, or with a dotted name a value inside one (``reward_model.ground_truth``)."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            raise missing_columns(row, spelt, where)
+        value = value[part]
+    return value
+
+
+def _with_ground_truth(row: Row) -> Row:
+    """verl keeps the answer in ``reward_model.ground_truth``; it is our ``answer``, if none is."""
+    judge = row.get("reward_model")
+    if "answer" in row or not isinstance(judge, Mapping) or "ground_truth" not in judge:
         return row
-    for ours, theirs in config.columns.items():
-        if theirs not in row:
-            raise missing_columns(row, f"{theirs!r} (data.columns.{ours})", where)
-    renamed = {ours: row[theirs] for ours, theirs in config.columns.items()}
-    sources = set(config.columns.values())
-    return {**{key: value for key, value in row.items() if key not in sources}, **renamed}
+    return {**row, "answer": judge["ground_truth"]}
 
 
 def _read(config: DataConfig) -> tuple[str, Iterator[tuple[int, Row]]]:

@@ -6,6 +6,7 @@ that every character has a token.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -86,8 +87,11 @@ def render_chat(
     where: str,
     *,
     generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """The chat template's text, which holds every special token that the model is to see.
+
+    ``tools`` are JSON schemas of functions that the model may call.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -100,11 +104,31 @@ def render_chat(
     try:
         return tokenizer.apply_chat_template(
             [dict(message) for message in messages],
+            tools=None if tools is None else [dict(tool) for tool in tools],
             tokenize=False,
             add_generation_prompt=generation_prompt,
         )
     except (TemplateError, KeyError, TypeError, ValueError) as error:
         raise DataError(f"{where}: the chat template refuses the messages: {error}") from error
+
+
+def tools_of(row: Row, where: str) -> list[Mapping[str, Any]] | None:
+    """The JSON schemas in the column ``tools`` (a list, or JSON text of one), None without any.
+
+    Raises:
+        DataError: the column holds something else.
+    """
+    value = row.get("tools")
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except ValueError as error:
+            raise DataError(f"{where}: column 'tools' is not JSON: {error}") from None
+    if not value:
+        return None
+    if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):
+        raise DataError(f"{where}: column 'tools': expected a list of objects, got {value!r:.80}")
+    return value
 
 
 def check_messages(value: object, where: str) -> list[Message]:

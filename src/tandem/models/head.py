@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from tandem.errors import DataError
 from tandem.models.invariant import ROWS
@@ -47,6 +48,41 @@ def token_logprobs(
         hidden_NH, weight_VH, bias_V, targets_N, temperature_N, with_entropy, chunk
     )
     return logprobs[:num_tokens], entropy[:num_tokens] if with_entropy else None
+
+
+def candidate_logprobs(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    targets_N: Tensor,
+    logprobs_N: Tensor,
+    candidates_NK: Tensor,
+    temperature_N: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    chunk: int = 1024,
+) -> Tensor:
+    """Log-probabilities ``[N, K]`` of further tokens, by the normaliser behind ``logprobs_N``.
+
+    ``logprobs_N`` are those of ``targets_N`` as ``token_logprobs`` gives them, and carry the
+    normaliser's gradient. The rows of ``weight_VH`` of ``chunk`` positions exist at a time.
+    """
+    ids_NC = torch.cat([targets_N[:, None], candidates_NK], dim=1)
+    dtype = torch.promote_types(hidden_NH.dtype, torch.float32)
+    scale_N1 = temperature_N.to(dtype).reciprocal()[:, None]
+
+    def logits(hidden: Tensor, ids: Tensor, scale: Tensor) -> Tensor:
+        rows = weight_VH[ids].to(hidden.dtype)
+        found = torch.bmm(rows, hidden[..., None]).squeeze(-1).to(dtype)
+        return (found if bias_V is None else found + bias_V[ids].to(dtype)) * scale
+
+    parts = [
+        checkpoint(logits, *part, use_reentrant=False)
+        for part in zip(
+            hidden_NH.split(chunk), ids_NC.split(chunk), scale_N1.split(chunk), strict=True
+        )
+    ]
+    logits_NC = torch.cat(parts)
+    return logits_NC[:, 1:] - logits_NC[:, :1] + logprobs_N[:, None]
 
 
 class _TokenLogprobs(torch.autograd.Function):

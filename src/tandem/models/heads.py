@@ -87,7 +87,7 @@ def head_name(model: Any) -> str | None:
     """Name of the scalar head, or None where there is none, as in a language model."""
     for name in HEAD_NAMES:
         layer = getattr(model, name, None)
-        if type(layer) is nn.Linear and layer.out_features == 1:
+        if isinstance(layer, nn.Linear) and layer.out_features == 1:
             return name
     return None
 

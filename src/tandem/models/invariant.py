@@ -72,6 +72,38 @@ def causal_attention(
     return out[:, :, :width]
 
 
+def chunk_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    start: int,
+    *,
+    scaling: float,
+    window: int | None = None,
+) -> Tensor:
+    """Queries ``[heads, W, D]`` at positions from ``start`` on, over all keys ``[kv_heads, K, D]``
+    of their sequence up to themselves; K has room for a multiple of ``KEY_MULTIPLE``.
+    """
+    heads, width, dim = query.shape
+    kv_heads = key.shape[0]
+    scaled = query * scaling
+    out = torch.empty_like(scaled)
+    for first in range(0, width, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, width)
+        num_keys = -(-(start + last) // KEY_MULTIPLE) * KEY_MULTIPLE
+        hidden = ~visible(range(start + first, start + last), num_keys, window, query.device)
+        bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
+        bias = bias.masked_fill_(hidden, float("-inf")).repeat(heads // kv_heads, 1)
+        rows = scaled[:, first:last].reshape(kv_heads, -1, dim)
+        count = rows.shape[1]
+        if count < ROWS:
+            rows = F.pad(rows, (0, 0, 0, ROWS - count))
+            bias = F.pad(bias, (0, 0, 0, ROWS - count))
+        block = attend(rows, key[:, :num_keys], value[:, :num_keys], bias)[:, :count]
+        out[:, first:last] = block.reshape(heads, last - first, dim)
+    return out
+
+
 def fused_causal_attention(
     query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None = None
 ) -> Tensor:
@@ -82,7 +114,7 @@ def fused_causal_attention(
         query,
         key,
         value,
-        attn_mask=_visible(range(width), width, window, query.device) if banded else None,
+        attn_mask=visible(range(width), width, window, query.device) if banded else None,
         is_causal=not banded,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -102,7 +134,7 @@ class _Causal(torch.autograd.Function):
         out = torch.empty_like(scaled)
         for start in range(0, width, QUERY_BLOCK):
             stop = min(start + QUERY_BLOCK, width)
-            hidden = ~_visible(range(start, stop), stop, window, query.device)
+            hidden = ~visible(range(start, stop), stop, window, query.device)
             bias = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device)
             bias = bias.masked_fill_(hidden, float("-inf")).repeat(heads // kv_heads, 1)
             rows = scaled[:, :, start:stop].reshape(segments, kv_heads, -1, dim)
@@ -118,9 +150,9 @@ class _Causal(torch.autograd.Function):
         return *torch.autograd.grad(out, inputs, grads[0]), None, None
 
 
-def _visible(rows: range, num_keys: int, window: int | None, device: torch.device) -> Tensor:
+def visible(rows: range, num_keys: int, window: int | None, device: torch.device) -> Tensor:
     """Bool ``[rows, keys]``: whether the query at a position sees the key at a position."""
     queries = torch.arange(rows.start, rows.stop, device=device)
     distance = queries[:, None] - torch.arange(num_keys, device=device)
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -15,7 +16,9 @@ from tandem.inference.backend import GenerationBackend
 from tandem.rollout.engine import EpisodeData, InferenceEngine, ShouldAccept
 from tandem.rollout.executor import RolloutExecutor
 from tandem.rollout.feed import PromptStream
+from tandem.rollout.snapshot import RolloutSnapshot
 from tandem.rollout.workflow import EpisodeListener, RolloutWorkflow
+from tandem.store import StoreWriter
 from tandem.types import FinetuneSpec, LLMRequest, LLMResponse, WeightUpdateMeta, WeightVersion
 
 if TYPE_CHECKING:
@@ -23,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class ComposedInferenceEngine(InferenceEngine):
-    """The contract over ``backend``. Requests without a seed get one from (``seed``, rid)."""
+    """The contract over ``backend``. Requests without a seed get one from (``seed``, rid), in which
+    the attempt takes no part. ``writer`` keeps episodes and the schedule in a trajectory store."""
 
     def __init__(
         self,
@@ -32,6 +36,7 @@ class ComposedInferenceEngine(InferenceEngine):
         *,
         seed: int = 0,
         on_episode: EpisodeListener | None = None,
+        writer: StoreWriter | None = None,
     ) -> None:
         self.backend = backend
         self._seed = seed
@@ -42,6 +47,7 @@ class ComposedInferenceEngine(InferenceEngine):
             version=self.get_version,
             hold_generation=self._hold_generation,
             on_episode=on_episode,
+            writer=writer,
         )
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
@@ -60,12 +66,32 @@ class ComposedInferenceEngine(InferenceEngine):
             self.backend.close()
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        self.executor.note_request()
+        loop = self.executor.loop
+        loop.note_request()
         if req.gconfig.seed is None:
-            digest = hashlib.sha256(f"{self._seed}/{req.rid}".encode()).digest()
+            digest = hashlib.sha256(f"{self._seed}/{self._lasting_name(req.rid)}".encode()).digest()
             seed = int.from_bytes(digest[:8], "big") >> 1
             req = replace(req, gconfig=req.gconfig.new(seed=seed))
-        return await self.backend.generate(req)
+        started_at = time.monotonic()
+        response = await self.backend.generate(req)
+        loop.note_span(
+            {
+                "name": "generate",
+                "started_at": started_at,
+                "s": time.monotonic() - started_at,
+                "num_tokens": len(response.output_tokens),
+                "stop_reason": response.stop_reason,
+            }
+        )
+        return response
+
+    def _lasting_name(self, rid: str) -> str:
+        """A request's name without its attempt: when it is made again, it draws the same tokens."""
+        current = self.executor.loop.uid()
+        if current is None:
+            return rid
+        uid, episode_id = current
+        return f"{episode_id}{rid.removeprefix(uid)}" if rid.startswith(uid) else rid
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
         return self.backend.update_weights(meta)
@@ -123,6 +149,10 @@ class ComposedInferenceEngine(InferenceEngine):
     def describe(self) -> str:
         lines = [f"{name}: {value}" for name, value in self.backend.stats().items()]
         return "\n".join([self.executor.describe(), *lines])
+
+    def snapshot(self, patience_s: float = -1.0) -> RolloutSnapshot:
+        """How rollout stands now; ``TimeoutError`` when its lock is held for ``patience_s``."""
+        return self.executor.snapshot(patience_s)
 
     def state_dict(self) -> dict[str, Any]:
         return self.executor.state_dict()

@@ -6,6 +6,7 @@ from tandem.config.schema import InferenceConfig, RolloutConfig
 from tandem.inference.embedded import ChildBackend, EmbeddedBackend
 from tandem.rollout.composed import ComposedInferenceEngine
 from tandem.rollout.workflow import EpisodeListener
+from tandem.store import StoreWriter
 
 
 class EmbeddedInferenceEngine(ComposedInferenceEngine):
@@ -21,7 +22,8 @@ class EmbeddedInferenceEngine(ComposedInferenceEngine):
         tokenizer_path: str | None = None,
         seed: int = 0,
         on_episode: EpisodeListener | None = None,
+        writer: StoreWriter | None = None,
     ) -> None:
         backend_class = ChildBackend if inference.mode == "process" else EmbeddedBackend
         backend = backend_class(inference, model_path, incarnation, tokenizer_path=tokenizer_path)
-        super().__init__(backend, rollout, seed=seed, on_episode=on_episode)
+        super().__init__(backend, rollout, seed=seed, on_episode=on_episode, writer=writer)

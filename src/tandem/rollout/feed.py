@@ -48,30 +48,36 @@ class PromptFeed:
         self, source: PromptStream, count: int
     ) -> list[tuple[Prompt | Mapping[str, Any], int | None]]:
         """Up to ``count`` items with the attempt to run (None: the next one); fewer at an end."""
+        # Once, not for every prompt: the check of a protocol is slow.
+        random_access = source if isinstance(source, RandomAccessPrompts) else None
         items: list[tuple[Prompt | Mapping[str, Any], int | None]] = []
         while len(items) < count:
             if self._reruns:
-                items.append(self._rerun(source))
-            elif (item := self._next(source)) is not None:
-                items.append((item, None))
+                items.append(self._rerun(source, random_access))
+                continue
+            if random_access is not None:
+                item: Prompt | Mapping[str, Any] = self._next(random_access)
+            elif (found := self._next_of_iterable(source)) is not None:  # type: ignore[arg-type]
+                item = found
             else:
                 break
+            items.append((item, None))
         return items
 
-    def _rerun(self, source: PromptStream) -> tuple[Prompt, int]:
-        if not isinstance(source, RandomAccessPrompts):
+    def _rerun(
+        self, source: PromptStream, random_access: RandomAccessPrompts | None
+    ) -> tuple[Prompt, int]:
+        if random_access is None:
             raise CheckpointError(
                 f"{len(self._reruns)} open episodes must run again, which needs a source with "
                 f"prompt(epoch, position); got a {type(source).__name__}"
             )
         episode_id, attempt = self._reruns[0]
-        item = source.prompt(*divmod(episode_id, EPISODE_STRIDE))
+        item = random_access.prompt(*divmod(episode_id, EPISODE_STRIDE))
         self._reruns.popleft()
         return item, attempt
 
-    def _next(self, source: PromptStream) -> Prompt | Mapping[str, Any] | None:
-        if not isinstance(source, RandomAccessPrompts):
-            return self._next_of_iterable(source)
+    def _next(self, source: RandomAccessPrompts) -> Prompt:
         length = len(source)
         if length < 1:
             raise DataError("the prompt source has 0 rows; at least 1 is needed")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict
 
@@ -39,9 +39,9 @@ _CURRENT: ContextVar[Run | None] = ContextVar("tandem_rollout_run", default=None
 class EpisodeLoop:
     """One daemon thread with an event loop. ``lock`` guards this and all that its users share.
 
-    ``active`` holds the attempts that run and are not settled, ``num_late`` counts results that
-    came after their attempt was given up. ``fatal`` is what every wait must raise. ``temperature``
-    is that of rows which name none.
+    ``active`` holds the attempts that run and are not settled, ``num_ended`` counts those that
+    ended, ``num_late`` the results that came after their attempt was given up. ``fatal`` is what
+    every wait must raise. ``temperature`` is that of rows which name none.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class EpisodeLoop:
         self.lock = threading.Condition(threading.RLock())
         self.active: set[Run] = set()
         self.num_late = 0
+        self.num_ended = 0
         self.fatal: BaseException | None = None
         self._engine = engine
         self._on_episode = on_episode
@@ -149,6 +150,26 @@ class EpisodeLoop:
             if run.task is not None:
                 self.call_soon(run.task.cancel)
 
+    def stacks(self, limit: int = 20) -> list[tuple[str, list[str]]]:
+        """Where the running attempts stand, by name: outermost call first, down to what is awaited.
+
+        May be called from any thread without the lock: it is for when things hang.
+        """
+        tasks = [(run.name, run.task) for run in list(self.active) if run.task is not None]
+        return [(name, _awaits(task.get_coro())) for name, task in tasks[:limit]]
+
+    def note_span(self, span: dict[str, Any]) -> None:
+        """Keep what the current attempt did from ``started_at`` (monotonic) on."""
+        run = _CURRENT.get()
+        if run is not None and run.started_at is not None:
+            span["start_s"] = span.pop("started_at") - run.started_at
+            run.spans.append(span)
+
+    def uid(self) -> tuple[str, int] | None:
+        """Unique name and episode id of the attempt whose task calls; None outside of one."""
+        run = _CURRENT.get()
+        return None if run is None else (run.episode.uid, run.episode_id)
+
     def note_request(self) -> None:
         """The engine tells of a request, so that a whole batch can be waited for."""
         run = _CURRENT.get()
@@ -189,7 +210,10 @@ class EpisodeLoop:
         if rows is None:
             return None
         attempt = run.episode.attempt
-        return check_rows(rows, run.episode_id, attempt, temperature=self._temperature)
+        checked, run.facts = check_rows(
+            rows, run.episode_id, attempt, temperature=self._temperature
+        )
+        return checked
 
     def _give_up(self, run: Run) -> None:
         run.settled = True
@@ -212,6 +236,7 @@ class EpisodeLoop:
     ) -> None:
         assert run.timer is not None
         run.timer.cancel()
+        self.num_ended += 1
         if task.cancelled():
             error: BaseException | None = RolloutError(f"{run.name} was cancelled from inside")
         else:
@@ -228,6 +253,11 @@ class EpisodeLoop:
         reported: Callable[[Run], None],
         rows: TensorDict | None = None,
     ) -> None:
+        listeners = [
+            listener
+            for listener in (run.workflow.listener, self._on_episode)
+            if listener is not None
+        ]
         try:
             with self.lock:
                 if run.settled:
@@ -236,16 +266,27 @@ class EpisodeLoop:
                 run.settled, run.rows = True, rows
                 self.active.discard(run)
                 state, reason = settle(run, error)
-                record = run.record(state, reason, time.monotonic())
-            for listener in (run.workflow.listener, self._on_episode):
-                if listener is not None:
-                    listener(record)
+                records = [run.record(state, reason, time.monotonic())] if listeners else []
+            for listener in listeners:
+                listener(*records)
         except Exception as failure:
             self.set_fatal(failure)
         finally:
             with self.lock:
                 reported(run)
                 self.lock.notify_all()
+
+
+def _awaits(coroutine: Any) -> list[str]:
+    """The calls from a coroutine down to what it waits for."""
+    lines = []
+    while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+        code = frame.f_code
+        lines.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_qualname}')
+        coroutine = coroutine.cr_await
+    if coroutine is not None:
+        lines.append(f"  awaits {coroutine!r}")
+    return lines
 
 
 async def _cancel(runs: Sequence[Run], timeout_s: float) -> None:

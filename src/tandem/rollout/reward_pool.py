@@ -17,11 +17,12 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tandem.errors import ConfigError, EngineError, RolloutError
 from tandem.rollout.frames import encode_frame, read_frame, write_frame
+from tandem.rollout.limits import Limits
 
 START_TIMEOUT_S = 60.0
 
@@ -36,7 +37,7 @@ class RewardPool:
     """``workers`` processes that call one reward function; started at the first completion.
 
     A call that takes longer than ``timeout_s`` ends with ``TimeoutError``; its process is killed,
-    a new one takes its place and the pool keeps its size.
+    a new one takes its place and the pool keeps its size. ``limits`` hold for each process.
     """
 
     def __init__(
@@ -46,10 +47,16 @@ class RewardPool:
         *,
         workers: int = 1,
         timeout_s: float = 30.0,
+        limits: Limits | None = None,
     ) -> None:
         if workers < 1:
             raise ConfigError(f"reward.workers: got {workers}, allowed: an integer >= 1")
-        self._spec = encode_frame({"name": name, "kwargs": dict(kwargs or {})})
+        spec = {
+            "name": name,
+            "kwargs": dict(kwargs or {}),
+            "limits": asdict(limits or Limits()),
+        }
+        self._spec = encode_frame(spec)
         self._num_workers = workers
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -148,13 +155,16 @@ class _Child:
     def _greet(self) -> None:
         greeting = self._answer(time.monotonic() + START_TIMEOUT_S)
         if "error" in greeting:
-            raise ConfigError(f"reward: the worker cannot load the function: {greeting['error']}")
+            raise ConfigError(f"reward: the worker cannot start: {greeting['error']}")
         self._is_ready = True
 
     def _answer(self, deadline: float) -> dict[str, Any]:
         answer = read_frame(self._answers, deadline)
         if answer is None:
-            raise RolloutError(f"the reward process died with code {self._process.wait()}")
+            code = self._process.wait()
+            if code == -signal.SIGXCPU:
+                raise RolloutError("the reward used more processor time than reward.cpu_s allows")
+            raise RolloutError(f"the reward process died with code {code}")
         result: dict[str, Any] = answer
         return result
 

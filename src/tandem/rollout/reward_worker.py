@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.errors import DataError
 from tandem.rollout.frames import encode_frame, read_frame, write_frame
+from tandem.rollout.limits import Limits, allow_cpu, apply_limits
 from tandem.rollout.rewards import RewardFunction, call, load_function
 
 
@@ -26,7 +27,9 @@ def main() -> None:
     spec = read_frame(requests)
     if spec is None:
         return
+    limits = Limits(**spec["limits"])
     try:
+        apply_limits(limits)
         function = load_function(spec["name"], spec["kwargs"])
     except Exception as error:
         write_frame(answers, encode_frame({"error": f"{type(error).__name__}: {error}"}))
@@ -35,7 +38,9 @@ def main() -> None:
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_all, args=(requests, inbox), daemon=True).start()
     while True:
-        write_frame(answers, _answer(function, inbox.get()))
+        message = inbox.get()
+        allow_cpu(limits.cpu_s)
+        write_frame(answers, _answer(function, message))
 
 
 def _read_all(descriptor: int, inbox: queue.SimpleQueue[Any]) -> None:

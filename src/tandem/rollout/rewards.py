@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.config.objects import load_object
 from tandem.errors import ConfigError
+from tandem.rollout.code_reward import code
 
 RewardFunction = Callable[..., Any]
 
@@ -146,17 +147,30 @@ def auto(
     )
 
 
+def model(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    **data: Any,
+) -> float:
+    """0: the score comes from the run's ``reward_model``, after the rollout."""
+    return 0.0
+
+
 BUILT_IN: dict[str, RewardFunction] = {
     "auto": auto,
+    "code": code,
     "concise_answer": concise_answer,
     "contains_answer": contains_answer,
     "exact_match": exact_match,
     "gsm8k": gsm8k,
+    "model": model,
     "numeric_match": numeric_match,
     "reasoning_gym": reasoning_gym,
 }
 
-INSTANT = frozenset({concise_answer, contains_answer, exact_match, gsm8k, numeric_match})
+INSTANT = frozenset({concise_answer, contains_answer, exact_match, gsm8k, model, numeric_match})
 """Fast enough, for any completion, to be called in the rollout thread itself."""
 
 

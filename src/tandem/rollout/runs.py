@@ -10,8 +10,9 @@ from typing import Any
 from tensordict import TensorDict
 
 from tandem.errors import CapabilityError, ConfigError, RolloutError
+from tandem.rollout.rows import RowFacts
 from tandem.rollout.workflow import Episode, OverlongPromptError, RolloutWorkflow
-from tandem.store.records import EpisodeRecord
+from tandem.store.records import Content, EpisodeRecord
 from tandem.types import EPISODE_STRIDE, EpisodeState
 
 FATAL = (KeyboardInterrupt, SystemExit, ConfigError, CapabilityError, OverlongPromptError)
@@ -23,7 +24,11 @@ FIRST_FREE_ID = EPISODE_STRIDE << 22
 
 @dataclass(slots=True, eq=False)
 class Run:
-    """An attempt. ``settled`` as soon as its outcome is decided; what comes later is ignored."""
+    """An attempt. ``settled`` as soon as its outcome is decided; what comes later is ignored.
+
+    ``key`` is that of the trajectory store once it is there; with ``is_stored`` it was there before
+    and need not run. ``spans`` are seconds since the attempt began.
+    """
 
     episode: Episode
     workflow: RolloutWorkflow
@@ -33,7 +38,12 @@ class Run:
     started_at: float | None = None
     task: asyncio.Task[TensorDict | None] | None = None
     timer: asyncio.TimerHandle | None = None
+    started_version: int = 0
     rows: TensorDict | None = None
+    facts: RowFacts | None = None
+    spans: list[dict[str, Any]] = field(default_factory=list)
+    key: int | None = None
+    is_stored: bool = False
     settled: bool = False
     has_requested: bool = False
     judged_by: Any = None
@@ -46,14 +56,26 @@ class Run:
     def name(self) -> str:
         return f"episode {self.episode_id} attempt {self.episode.attempt}"
 
-    def describe(self, now: float) -> str:
-        age = now - (self.started_at or now)
-        return f"running for {age:.1f} of {self.timeout_s:g} s: {self.name}"
+    def content(self, rows: bytes | None) -> Content:
+        """What the trajectory store keeps beside states and times."""
+        notes = self.episode.notes
+        return Content(
+            prompt=notes.get("prompt"),
+            completions=tuple(notes.get("completions", ())),
+            rewards=self._rewards(),
+            spans=(*self.spans, *notes.get("spans", ())),
+            rows=rows,
+        )
+
+    def _rewards(self) -> tuple[float | None, ...]:
+        noted = self.episode.notes.get("rewards")
+        if noted is None:
+            noted = [] if self.rows is None else self.rows["rewards"].tolist()
+        return tuple(None if reward is None or reward != reward else reward for reward in noted)
 
     def record(self, state: EpisodeState, reason: str | None, now: float) -> EpisodeRecord:
         notes, rows = self.episode.notes, self.rows
         started = now if self.started_at is None else self.started_at
-        rewards = () if rows is None else rows["rewards"].tolist()
         return EpisodeRecord(
             episode_id=self.episode_id,
             attempt=self.episode.attempt,
@@ -62,7 +84,7 @@ class Run:
             reason=reason,
             prompt=notes.get("prompt"),
             completions=tuple(notes.get("completions", ())),
-            rewards=tuple(notes.get("rewards", rewards)),
+            rewards=self._rewards(),
             versions=() if rows is None else _version_ranges(rows),
             queued_s=started - self.queued_at,
             running_s=now - started,

@@ -1,30 +1,39 @@
-"""Running a reward: where, for how long, and what counts as a score. The functions: ``rewards``."""
+"""Running a reward: where, for how long, how many at once, and what counts as a score.
+
+The functions themselves are in ``rewards``, child processes in ``reward_pool``.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import math
-import threading
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
 from numbers import Real
-from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
 
 from tandem.config.schema import RewardConfig
-from tandem.errors import ConfigError, RolloutError
+from tandem.errors import ConfigError
+from tandem.rollout.limits import Limits
 from tandem.rollout.reward_pool import RewardPool
-from tandem.rollout.rewards import INSTANT, RewardFunction, call, load_function
+from tandem.rollout.rewards import (
+    INSTANT,
+    RewardFunction,
+    call,
+    load_function,
+)
+from tandem.rollout.threads import call_user
+from tandem.rollout.workflow import SampleError
+
+Per = Literal["completion", "group", "batch"]
 
 
-class RewardError(RolloutError):
+class RewardError(SampleError):
     """One completion could not be scored: this sample failed. Never a reward of 0."""
-
-
-_Job = tuple[Callable[[], Any], Future[Any]]
 
 
 class _Pool(Protocol):
@@ -32,8 +41,24 @@ class _Pool(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Completion:
+    """What a reward function is asked about. ``columns`` come beside those of the row."""
+
+    prompt: Any
+    completion: str
+    prompt_ids: Sequence[int]
+    completion_ids: Sequence[int]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class Reward:
-    """A reward function and its deadline of ``timeout_s`` per completion.
+    """A reward function, its deadline of ``timeout_s`` per call, and how it is called.
+
+    ``per`` says what one call sees: a ``completion``; the whole ``group`` of a prompt (the second
+    and fourth argument are lists, and so is what it returns); or a ``batch`` of up to
+    ``batch_size`` completions of any prompts, collected for at most ``batch_wait_s`` (all four
+    arguments and every column are lists). At most ``max_concurrent`` calls run at once.
 
     Built-in functions run in the rollout thread, async ones as tasks, other functions in threads
     of their own. A thread that hangs cannot be killed: its sample fails at the deadline
@@ -43,6 +68,17 @@ class Reward:
     function: RewardFunction | None
     timeout_s: float = 30.0
     pool: _Pool | None = None
+    per: Per = "completion"
+    batch_size: int = 64
+    batch_wait_s: float = 0.05
+    max_concurrent: int | None = None
+    _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+
+    @property
+    def sees_group(self) -> bool:
+        return self.per == "group"
 
     async def score(
         self,
@@ -59,9 +95,60 @@ class Reward:
             RewardError: it raised, ran out of time or returned something else.
             ConfigError: it cannot work with these data at all.
         """
-        arguments = (prompt, completion, list(prompt_ids), list(completion_ids))
+        asked = Completion(prompt, completion, prompt_ids, completion_ids)
+        if self.per == "completion":
+            arguments = (prompt, completion, list(prompt_ids), list(completion_ids))
+            return checked_score(await self._call(arguments, data))
+        scores = (
+            await self._batcher().score(asked, data)
+            if self.per == "batch"
+            else (await self.score_group([asked], data))[0]
+        )
+        if isinstance(scores, RewardError):
+            raise scores
+        return scores
+
+    async def score_group(
+        self, asked: Sequence[Completion], data: Mapping[str, Any]
+    ) -> list[float | RewardError | None]:
+        """One call about all completions of one prompt; a failure is told for each of them."""
+        first = asked[0]
+        columns: dict[str, Any] = dict(data)
+        for name in {name for item in asked for name in item.columns}:
+            columns[name] = [item.columns.get(name) for item in asked]
+        arguments = (
+            first.prompt,
+            [item.completion for item in asked],
+            list(first.prompt_ids),
+            [list(item.completion_ids) for item in asked],
+        )
+        return await self._call_many(arguments, columns, len(asked))
+
+    async def _score_batch(
+        self, asked: Sequence[Completion], rows: Sequence[Mapping[str, Any]]
+    ) -> list[float | RewardError | None]:
+        names = {name for row in rows for name in row}
+        columns = {name: [row.get(name) for row in rows] for name in names}
+        arguments = (
+            [item.prompt for item in asked],
+            [item.completion for item in asked],
+            [list(item.prompt_ids) for item in asked],
+            [list(item.completion_ids) for item in asked],
+        )
+        return await self._call_many(arguments, columns, len(asked))
+
+    async def _call_many(
+        self, arguments: Sequence[Any], columns: Mapping[str, Any], count: int
+    ) -> list[float | RewardError | None]:
         try:
-            return checked_score(await self._run(arguments, data))
+            return checked_scores(await self._call(arguments, columns), count)
+        except RewardError as error:
+            return [error] * count
+
+    async def _call(self, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
+        try:
+            async with self._place():
+                return await self._run(arguments, data)
         except (ConfigError, RewardError):
             raise
         except TimeoutError as error:
@@ -80,13 +167,89 @@ class Reward:
         assert function is not None
         if getattr(function, "func", function) in INSTANT:
             return call(function, arguments, data)
-        async with asyncio.timeout(self.timeout_s):
-            if inspect.iscoroutinefunction(getattr(function, "func", function)):
-                return await call(function, arguments, data)
-            result = await asyncio.wrap_future(
-                _THREADS.submit(lambda: call(function, arguments, data))
+        return await call_user(
+            lambda: call(function, arguments, data),
+            is_async=inspect.iscoroutinefunction(getattr(function, "func", function)),
+            timeout_s=self.timeout_s,
+        )
+
+    # asyncio's locks belong to one event loop; a reward may be used from several.
+
+    def _place(self) -> AbstractAsyncContextManager[Any]:
+        if self.max_concurrent is None:
+            return nullcontext()
+        return self._of_loop().semaphore
+
+    def _batcher(self) -> _Batcher:
+        return self._of_loop().batcher
+
+    def _of_loop(self) -> _LoopState:
+        loop = asyncio.get_running_loop()
+        if loop not in self._loops:
+            self._loops[loop] = _LoopState(
+                asyncio.Semaphore(self.max_concurrent or 1),
+                _Batcher(self._score_batch, self.batch_size, self.batch_wait_s),
             )
-            return await result if inspect.isawaitable(result) else result
+        return self._loops[loop]
+
+
+@dataclass(slots=True)
+class _LoopState:
+    semaphore: asyncio.Semaphore
+    batcher: _Batcher
+
+
+_Waiting = tuple[Completion, Mapping[str, Any], "asyncio.Future[float | RewardError | None]"]
+_Scorer = Callable[[Sequence[Completion], Sequence[Mapping[str, Any]]], Any]
+
+
+class _Batcher:
+    """Collects completions until there are ``size``, or the oldest has waited ``wait_s``."""
+
+    def __init__(self, score: _Scorer, size: int, wait_s: float) -> None:
+        self._score = score
+        self._size = size
+        self._wait_s = wait_s
+        self._waiting: list[_Waiting] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def score(
+        self, completion: Completion, data: Mapping[str, Any]
+    ) -> float | RewardError | None:
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[float | RewardError | None] = loop.create_future()
+        self._waiting.append((completion, data, answer))
+        if len(self._waiting) >= self._size:
+            self._send()
+        elif self._timer is None:
+            self._timer = loop.call_later(self._wait_s, self._send)
+        return await answer
+
+    def _send(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        batch = [item for item in self._waiting if not item[2].done()]
+        self._waiting = []
+        if batch:
+            task = asyncio.get_running_loop().create_task(self._run(batch))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, batch: Sequence[_Waiting]) -> None:
+        try:
+            scores = await self._score([item[0] for item in batch], [item[1] for item in batch])
+        except BaseException as error:
+            for _, _, answer in batch:
+                if not answer.done():
+                    answer.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+            return
+        for (_, _, answer), score in zip(batch, scores, strict=True):
+            if not answer.done():
+                answer.set_result(score)
 
 
 def checked_score(value: Any) -> float | None:
@@ -108,52 +271,42 @@ def checked_score(value: Any) -> float | None:
     return float(value)
 
 
-class _Threads:
-    """Daemon threads, which unlike an executor's cannot keep the process from ending.
+def checked_scores(value: Any, count: int) -> list[float | RewardError | None]:
+    """``value`` as ``count`` scores; one that is no score is that sample's failure alone.
 
-    A job goes to a thread that is idle or to a new one, never behind a job that may hang.
+    Raises:
+        RewardError: it is no list of that length.
     """
-
-    def __init__(self) -> None:
-        self._idle: deque[SimpleQueue[_Job]] = deque()
-
-    def submit(self, function: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if not isinstance(value, list | tuple) or len(value) != count:
+        is_list = isinstance(value, list | tuple)
+        received = f"{len(value)} scores" if is_list else type(value).__name__
+        raise RewardError(f"the reward returned {received}, allowed: a list of {count} scores")
+    scores: list[float | RewardError | None] = []
+    for item in value:
         try:
-            jobs = self._idle.pop()
-        except IndexError:
-            jobs = SimpleQueue()
-            threading.Thread(
-                target=self._serve, args=(jobs,), name="tandem-reward", daemon=True
-            ).start()
-        jobs.put((function, future))
-        return future
-
-    def _serve(self, jobs: SimpleQueue[_Job]) -> None:
-        while True:
-            self._run(*jobs.get())
-            self._idle.append(jobs)
-
-    @staticmethod
-    def _run(function: Callable[[], Any], future: Future[Any]) -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-
-_THREADS = _Threads()
+            scores.append(checked_score(item))
+        except RewardError as error:
+            scores.append(error)
+    return scores
 
 
 def load_reward(config: RewardConfig) -> Reward:
     """The reward that a configuration names; with ``process``, in a pool of child processes."""
+    how: dict[str, Any] = {
+        "per": config.per,
+        "batch_size": config.batch_size,
+        "batch_wait_s": config.batch_wait_s,
+        "max_concurrent": config.max_concurrent,
+    }
     if config.process:
         pool = RewardPool(
-            config.name, config.kwargs, workers=config.workers, timeout_s=config.timeout_s
+            config.name,
+            config.kwargs,
+            workers=config.workers,
+            timeout_s=config.timeout_s,
+            limits=Limits(config.memory_mb, config.cpu_s, config.network),
         )
-        return Reward(None, config.timeout_s, pool)
-    return Reward(load_function(config.name, config.kwargs), config.timeout_s)
+        return Reward(None, config.timeout_s, pool, **how)
+    return Reward(load_function(config.name, config.kwargs), config.timeout_s, **how)

@@ -6,6 +6,7 @@ from tandem.config.schema import RolloutConfig
 from tandem.inference.scripted import Script, ScriptedBackend, ScriptedOptions
 from tandem.rollout.composed import ComposedInferenceEngine
 from tandem.rollout.workflow import EpisodeListener
+from tandem.store import StoreWriter
 
 
 class ScriptedInferenceEngine(ComposedInferenceEngine):
@@ -20,6 +21,7 @@ class ScriptedInferenceEngine(ComposedInferenceEngine):
         options: ScriptedOptions | None = None,
         seed: int = 0,
         on_episode: EpisodeListener | None = None,
+        writer: StoreWriter | None = None,
     ) -> None:
         backend = ScriptedBackend(script, incarnation=incarnation, options=options)
-        super().__init__(backend, rollout, seed=seed, on_episode=on_episode)
+        super().__init__(backend, rollout, seed=seed, on_episode=on_episode, writer=writer)

@@ -128,13 +128,6 @@ class StalenessLedger:
         """Open episodes in these states, in order of submission."""
         return [key for key, entry in self._open.items() if entry.state in states]
 
-    def describe(self) -> str:
-        counts = ", ".join(f"{name} {n}" for name, n in self.counts().items() if n)
-        return (
-            f"capacity {self.capacity()}: concurrency {self.max_concurrent}, staleness "
-            f"({self.max_staleness} + 1) * {self.batch_size}\nstates: {counts or 'no episodes'}"
-        )
-
     @property
     def accepted(self) -> int:
         """Episodes that were or will be trained on: ready, in training or consumed."""
@@ -227,17 +220,9 @@ class StalenessLedger:
         self._finished += 1
         entry.finished, entry.oldest, entry.newest = self._finished, oldest, newest
 
-    def reject(self, episode_id: int) -> None:
-        self._move(episode_id, _S.REJECTED)
-
-    def fail(self, episode_id: int) -> None:
-        self._move(episode_id, _S.FAILED)
-
-    def drop_stale(self, episode_id: int) -> None:
-        self._move(episode_id, _S.STALE)
-
-    def supersede(self, episode_id: int) -> None:
-        self._move(episode_id, _S.SUPERSEDED)
+    def close(self, episode_id: int, state: EpisodeState) -> None:
+        """Final without training: rejected, failed, stale or superseded."""
+        self._move(episode_id, state)
 
     def hand_over(self, episode_ids: Iterable[int]) -> None:
         for episode_id in episode_ids:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from tandem.config.objects import load_object
-from tandem.errors import ConfigError, DataError
+from tandem.errors import ConfigError, DataError, RolloutError
 from tandem.store.records import EpisodeRecord
 
 if TYPE_CHECKING:
@@ -36,13 +36,22 @@ STANDARD_ARGUMENTS = frozenset(
 )
 """What a trainer offers every workflow; a user's constructor takes those that it names."""
 
-_BUILT_IN = {"single_turn": "tandem.rollout.single_turn:SingleTurnWorkflow"}
+_BUILT_IN = {
+    "agent": "tandem.serve.agent:AgentWorkflow",
+    "multi_turn": "tandem.rollout.multi_turn:MultiTurnWorkflow",
+    "single_turn": "tandem.rollout.single_turn:SingleTurnWorkflow",
+    "tool_use": "tandem.rollout.tool_use:tool_use",
+}
 
 EpisodeListener = Callable[[EpisodeRecord], None]
 
 
 class OverlongPromptError(DataError):
     """A prompt is too long and the policy is ``error``: the run stops, it is not a bad sample."""
+
+
+class SampleError(RolloutError):
+    """One sample of a group failed. Never a reward of 0, and not the end of its group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,17 +114,25 @@ class RolloutWorkflow(ABC):
         """
 
 
-def sample_seed(run_seed: int, episode_id: int, sample_index: int) -> int:
-    """63-bit seed of one sample. The attempt takes no part: a repetition draws the same tokens."""
-    text = f"{run_seed}/{episode_id}/{sample_index}".encode()
-    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big") >> 1
+def sample_seed(run_seed: int, episode_id: int, sample_index: int, turn: int = 0) -> int:
+    """63-bit seed of one sample and, in a conversation, of one of its turns.
+
+    The attempt takes no part: a repetition draws the same tokens.
+    """
+    text = f"{run_seed}/{episode_id}/{sample_index}" + (f"/{turn}" if turn else "")
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def load_workflow(name: str, **kwargs: Any) -> RolloutWorkflow:
-    """A workflow by name: ``single_turn``, ``path/file.py:Class`` or ``package.module:Class``.
+    """A workflow by name: a built-in, ``path/file.py:Class`` or ``package.module:Class``.
 
     Of ``STANDARD_ARGUMENTS`` a constructor gets those that it names, of the others all.
     """
+    if name not in _BUILT_IN and ":" not in name:
+        raise ConfigError(
+            f"rollout.workflow: got {name!r}, allowed: {', '.join(sorted(_BUILT_IN))}, "
+            "path/file.py:Class or package.module:Class"
+        )
     factory = load_object(_BUILT_IN.get(name, name), field="rollout.workflow")
     parameters = inspect.signature(factory).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tandem.train.engine import TrainEngine as TrainEngine
+    from tandem.train.fsdp import FSDPTrainEngine as FSDPTrainEngine
     from tandem.train.local import LocalTrainEngine as LocalTrainEngine
     from tandem.train.registry import EngineRegistry as EngineRegistry
 
 _EXPORTS = {
     "EngineRegistry": "tandem.train.registry",
+    "FSDPTrainEngine": "tandem.train.fsdp",
     "LocalTrainEngine": "tandem.train.local",
     "TrainEngine": "tandem.train.engine",
 }
 
-__all__ = ["EngineRegistry", "LocalTrainEngine", "TrainEngine"]
+__all__ = ["EngineRegistry", "FSDPTrainEngine", "LocalTrainEngine", "TrainEngine"]
 
 
 def __getattr__(name: str) -> Any:

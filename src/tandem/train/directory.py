@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,14 @@ from tandem.models.directories import new_directory
 from tandem.models.heads import load_model, pad_apart_from_end
 from tandem.train import lora as adapters
 from tandem.train.export import full_tensors, is_tied
-from tandem.train.state import holds_state, read_training_state, write_training_state
+from tandem.train.ranks import on_first_rank, opened_by_first_rank
+from tandem.train.shards import class_name, compact
+from tandem.train.state import (
+    copy_from_first_rank,
+    read_training_state,
+    whole_tensors,
+    write_training_state,
+)
 from tandem.types import SaveLoadMeta
 
 if TYPE_CHECKING:
@@ -49,45 +57,62 @@ def save_directory(engine: TrainEngine, meta: SaveLoadMeta) -> None:
         raise ConfigError(f"weight_format: got {meta.weight_format!r}, allowed: hf, adapter")
     if meta.weight_format == "adapter" and engine.lora is None:
         raise ConfigError("weight_format=adapter: there is no adapter; configure model.lora")
+    with opened_by_first_rank(engine, lambda: _staged(meta.path)) as target:
+        _write(engine, meta, target)
+
+
+@contextmanager
+def _staged(path: str) -> Iterator[Path]:
     try:
-        with new_directory(Path(meta.path), replace=True) as target:
-            _write(engine, meta, target)
+        with new_directory(Path(path), replace=True) as target:
+            yield target
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot write {meta.path!r}: {error}") from error
+        raise CheckpointError(f"cannot write {path!r}: {error}") from error
 
 
-def _write(engine: TrainEngine, meta: SaveLoadMeta, target: Path) -> None:
+def _write(engine: TrainEngine, meta: SaveLoadMeta, target: Path | None) -> None:
+    """``target`` is None on the ranks that only help to make tensors whole."""
     if meta.weight_format == "adapter":
-        adapters.save_adapter(engine.model, engine.peft_config, target)
+        tensors = whole_tensors(engine, adapters.adapter_tensors(engine.model))
     else:
-        _write_model(engine.model, target, full_tensors(engine.model, engine._full_tensor, None))
+        stream = full_tensors(engine.model, engine._full_tensor, None)
+        tensors = {name: t.cpu() for name, t in stream if engine.is_first_rank}
+
+    def write() -> None:
+        assert target is not None
+        if meta.weight_format == "adapter":
+            adapters.save_adapter(tensors, engine.peft_config, target)
+            return
+        _write_model(engine.model, target, tensors)
         _write_tokenizer(meta, target, source=meta.base_model_path or engine.model_path)
+
+    on_first_rank(engine, write)
     if meta.with_optim:
-        write_training_state(engine, target / OPTIM_FOLDER)
+        write_training_state(engine, None if target is None else target / OPTIM_FOLDER)
 
 
 def load_directory(engine: TrainEngine, meta: SaveLoadMeta) -> None:
     """Take weights, an adapter or a whole training state; see ``TrainEngine.load``."""
     folder = Path(meta.path) / OPTIM_FOLDER
     if meta.with_optim:
-        if not holds_state(folder):
-            raise CheckpointError(
-                f"{meta.path!r} has no training state; save it with with_optim=True"
-            )
         read_training_state(engine, folder)
     elif engine.lora is not None:
-        adapters.load_adapter(engine.model, meta.path)
+        own = adapters.adapter_tensors(engine.model)
+        found = on_first_rank(engine, lambda: adapters.read_adapter(engine.model, meta.path))
+        copy_from_first_rank(engine, own, found)
     else:
-        _load_weights(engine, meta.path)
+        own = dict(engine.model.state_dict(keep_vars=True))
+        weights = on_first_rank(engine, lambda: _read_weights(engine, meta.path))
+        copy_from_first_rank(engine, own, weights)
 
 
-def _write_model(model: Any, target: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    state = {name: tensor.contiguous() for name, tensor in tensors}
+def _write_model(model: Any, target: Path, tensors: Mapping[str, Tensor]) -> None:
+    state = {name: compact(tensor) for name, tensor in tensors.items()}
     floating = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     config = copy.deepcopy(model.config)
     config.use_cache = True
     config.tie_word_embeddings = is_tied(model)
-    config.architectures = [type(model).__name__]
+    config.architectures = [class_name(model)]
     config.dtype = str(floating).removeprefix("torch.")
     pad_apart_from_end(model, config)
     config.save_pretrained(target)
@@ -106,10 +131,9 @@ def _write_tokenizer(meta: SaveLoadMeta, target: Path, *, source: str) -> None:
                 shutil.copyfile(Path(source) / name, target / name)
 
 
-def _load_weights(engine: TrainEngine, path: str) -> None:
+def _read_weights(engine: TrainEngine, path: str) -> Mapping[str, Tensor]:
     model = load_model(engine.model_type, path, dtype=torch.float32, device="cpu")
-    source = model.state_dict()
-    own = engine.model.state_dict()
+    source, own = model.state_dict(), engine.model.state_dict()
     problems = [f"{name} is missing" for name in sorted(own.keys() - source.keys())]
     problems += [
         f"{name} has shape {list(source[name].shape)}, expected {list(own[name].shape)}"
@@ -118,5 +142,4 @@ def _load_weights(engine: TrainEngine, path: str) -> None:
     ]
     if problems:
         raise DataError(f"{path!r} does not fit this model: {'; '.join(problems)}")
-    for name, tensor in own.items():
-        engine._copy_full(tensor, source[name])
+    return source

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 from torch import Tensor, nn
 
@@ -35,6 +36,8 @@ from tandem.train.forward import OUTPUTS, score
 from tandem.train.identity import describe
 from tandem.train.optim import learning_rate, optimizer_tensors, set_learning_rate
 from tandem.train.placement import Part, Placement
+from tandem.train.ranks import on_first_rank
+from tandem.train.shards import local_part
 from tandem.train.state import load_checkpoint, save_checkpoint
 from tandem.train.step import (
     LossWeightFn,
@@ -255,7 +258,8 @@ class TrainEngine(ABC):
         wanted = forward_only if return_outputs is None else return_outputs
         names: Collection[str] = ()
         if wanted:
-            names = required_outputs(loss_fn, self.output_names) or self.output_names
+            asked = required_outputs(loss_fn, self.output_names) - {"logits"}
+            names = asked or self.output_names
         result = self._run(data, loss_fn, loss_weight_fn, not forward_only, names)
         return BatchOutput(result.outputs, result.loss, result.metrics)
 
@@ -425,11 +429,27 @@ class TrainEngine(ABC):
     def upload_weights(self, meta: WeightUpdateMeta) -> None:
         """Publish the weights as version ``meta.version``; blocks until they are written.
 
+        The first rank publishes, the others help it to see whole tensors.
+
         Raises:
             WeightSyncError: the transport failed.
         """
+        specs = self.get_param_specs(meta.dtype)
         stream, _ = self.get_per_tensor_param(meta.dtype)
-        publish(meta, self.get_param_specs(meta.dtype), stream)
+        failure: BaseException | None = None
+        try:
+            if self.is_first_rank:
+                publish(meta, specs, stream)
+        except Exception as error:  # raised below, when no rank waits for this one any more
+            failure = error
+        for _ in stream:
+            pass
+
+        def report() -> None:
+            if failure is not None:
+                raise failure
+
+        on_first_rank(self, report)
 
     def set_version(self, version: int) -> None:
         """The number of the last published update; kept in checkpoints."""
@@ -544,8 +564,11 @@ class TrainEngine(ABC):
         """Give back what ``_build`` took."""
 
     @abstractmethod
-    def _backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of a summed loss; cancel the backend's own averaging."""
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        """Accumulate the gradient of a summed loss; cancel the backend's own averaging.
+
+        After the last micro-batch of a batch (``is_last``) the gradients are complete.
+        """
 
     @abstractmethod
     def _grad_norm(self) -> float:
@@ -560,19 +583,48 @@ class TrainEngine(ABC):
         """The whole of a possibly sharded tensor; all ranks must call."""
 
     @abstractmethod
-    def _copy_full(self, into: Tensor, full: Tensor) -> None:
-        """Copy a whole tensor into a possibly sharded one."""
+    def _copy_full(self, into: Tensor, full: Tensor | None) -> None:
+        """Copy the first rank's whole tensor into a possibly sharded one; all ranks must call.
 
-    @abstractmethod
-    def _sum_over_ranks(self, value: float) -> float: ...
-
-    @abstractmethod
-    def _gather_over_ranks(self, value: Any) -> list[Any]: ...
-
-    @abstractmethod
-    def _agree_max(self, value: int) -> int: ...
+        ``full`` is looked at on the first rank only.
+        """
 
     # --- shared by all backends ---------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Of all ranks of this engine, whatever the axis."""
+        group = self.parallelism_group
+        return 0 if group is None else dist.get_rank(group)
+
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this is the rank that reads and writes files and publishes."""
+        return self.rank == 0
+
+    def _gather_over_all(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order."""
+        group = self.parallelism_group
+        if group is None:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    def _gather_over_ranks(self, value: Any) -> list[Any]:
+        """The values of all data-parallel ranks, each counted once."""
+        group = self.get_data_parallel_group()
+        if group is None:
+            return [value]
+        found: list[Any] = [None] * self.get_data_parallel_size()
+        dist.all_gather_object(found, value, group=group)
+        return found
+
+    def _sum_over_ranks(self, value: float) -> float:
+        return math.fsum(self._gather_over_ranks(value))
+
+    def _agree_max(self, value: int) -> int:
+        return max(self._gather_over_ranks(value))
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters by name; tied ones once."""
@@ -622,11 +674,14 @@ class TrainEngine(ABC):
             self._has_weight = bool(self._has_weight) or result.has_weight
         return result
 
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
+
     def _score(
         self, packed: PackedRows, temperature_B: Tensor | None, names: Collection[str]
     ) -> dict[str, Tensor]:
-        dtype = torch.bfloat16 if self.config.dtype == "bfloat16" else torch.float32
-        return score(self.model, packed, temperature_B, names, compute_dtype=dtype)
+        return score(self.model, packed, temperature_B, names, compute_dtype=self.compute_dtype)
 
     def _skip(self, norm: float) -> None:
         self.optimizer_zero_grad()
@@ -679,13 +734,16 @@ class TrainEngine(ABC):
         )
 
     def _tensors_of(self, part: Part) -> list[Tensor]:
+        """What this rank holds of a part."""
         if self._model is None:
             return []
         if part == "optimizer":
-            return optimizer_tensors(self.optimizer)
-        if part == "grad":
-            return [p.grad for p in self.model.parameters() if p.grad is not None]
-        return [*self.model.parameters(), *self.model.buffers()]
+            tensors = optimizer_tensors(self.optimizer)
+        elif part == "grad":
+            tensors = [p.grad for p in self.model.parameters() if p.grad is not None]
+        else:
+            tensors = [*self.model.parameters(), *self.model.buffers()]
+        return [local_part(tensor) for tensor in tensors]
 
     @contextmanager
     def _model_mode(self, training: bool) -> Iterator[None]:
@@ -703,6 +761,9 @@ def _needed_capabilities(config: TrainConfig, lora: LoraConfig | None) -> frozen
         "bfloat16": config.dtype == "bfloat16",
         "gradient_checkpointing": config.gradient_checkpointing,
         "offload": config.offload_params or config.offload_optimizer or config.offload_grads,
+        "tensor_parallel": config.parallel.tensor > 1,
+        "sequence_parallel": config.parallel.sequence > 1,
+        "hybrid_sharding": config.parallel.replicate > 1,
     }
     return frozenset(name for name, is_asked in asked.items() if is_asked)
 

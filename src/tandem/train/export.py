@@ -38,11 +38,15 @@ def param_specs(model: Any, dtype: torch.dtype | None) -> list[ParamSpec]:
     """What ``full_tensors`` will yield, in its order, without computing it."""
     stream: Any = ((name, tensor) for name, tensor, _ in _named_tensors(model))
     if getattr(model, "_weight_conversions", None):
-        stream = full_tensors(model, lambda tensor: tensor, None)
+        stream = full_tensors(model, _without_memory, None)
     return [
         spec_of(name, tensor, dtype if dtype and tensor.is_floating_point() else tensor.dtype)
         for name, tensor in stream
     ]
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def spec_of(name: str, tensor: Tensor, dtype: torch.dtype) -> ParamSpec:
@@ -74,4 +78,4 @@ def _own_tensors(model: Any, full_tensor: FullTensor) -> Iterator[tuple[str, Ten
     for name, tensor, layer in _named_tensors(model):
         full = full_tensor(tensor.detach())
         with torch.no_grad():
-            yield name, full if layer is None else merged_weight(layer, full)
+            yield name, full if layer is None else merged_weight(layer, full, full_tensor)

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tandem.data.packing import PackedRows, pack
 from tandem.errors import CapabilityError, DataError
-from tandem.models.head import token_logprobs
+from tandem.models.head import candidate_logprobs, token_logprobs
 from tandem.models.heads import head_name, scalar_head
 from tandem.models.invariant import ROWS
 from tandem.models.packed import PackedContext
@@ -32,6 +32,10 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
 before token 0, so entry 0 is 0. ``bootstrap_values [B]`` is the value of the state after the last
 token, ``scores [B]`` the score of the last token, not shifted.
 """
+
+CANDIDATES = "candidate_logprobs"
+"""``[B, T, K]`` log-probabilities of the batch's ``candidate_ids`` in the place of each token, a
+further output that losses of language models may ask for."""
 
 ROW_OUTPUTS = frozenset({"bootstrap_values", "scores"})
 """Outputs with one number a row; the others have one a token."""
@@ -94,7 +98,8 @@ def hidden_states(model: Any, packed: PackedRows, compute_dtype: torch.dtype) ->
         input_ids, position_ids = F.pad(input_ids, (0, padding)), F.pad(position_ids, (0, padding))
         lengths = (*lengths, padding)
     device_type = input_ids.device.type
-    with torch.autocast(device_type, compute_dtype, enabled=compute_dtype != torch.float32):
+    is_half = compute_dtype.itemsize < 4
+    with torch.autocast(device_type, compute_dtype if is_half else None, enabled=is_half):
         output = model.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -112,7 +117,7 @@ def score(
     *,
     compute_dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The outputs ``names`` (see ``OUTPUTS``), ``[B, T]`` or ``[B]``, zero where there is none.
+    """The outputs ``names`` (see ``OUTPUTS`` and ``CANDIDATES``), zero where there is none.
 
     ``logits`` (``[B, T, V]``, full) is a further name of language models; like every per-token
     tensor its index t speaks about token t, and it is divided by the temperature.
@@ -155,7 +160,7 @@ def _token_outputs(
     if temperature_B is not None:
         temperature = temperature * temperature_B.to(hidden.device, torch.float32)[packed.rows]
     values: dict[str, Tensor] = {}
-    if set(names) & set(OUTPUTS["language_model"]):
+    if set(names) & {*OUTPUTS["language_model"], CANDIDATES}:
         logprobs, entropy = token_logprobs(
             hidden,
             head.weight,
@@ -168,6 +173,17 @@ def _token_outputs(
         values["train_logprobs"] = logprobs
         if entropy is not None:
             values["entropy"] = entropy
+    if CANDIDATES in names:
+        assert packed.candidates is not None
+        values[CANDIDATES] = candidate_logprobs(
+            hidden,
+            head.weight,
+            packed.targets,
+            values["train_logprobs"],
+            packed.candidates,
+            temperature,
+            bias_V=head.bias,
+        )
     if "logits" in names:
         bias = None if head.bias is None else head.bias.to(hidden.dtype)
         logits = nn.functional.linear(hidden, head.weight.to(hidden.dtype), bias)

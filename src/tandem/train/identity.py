@@ -97,7 +97,7 @@ def _adapter(engine: TrainEngine) -> dict[str, Any] | None:
 
 def _train_config_digest(engine: TrainEngine) -> str:
     parts = [
-        engine.config.model_dump(mode="json", exclude={"backend", "device"}),
+        engine.config.model_dump(mode="json", exclude={"backend", "device", "parallel"}),
         None if engine.lora is None else engine.lora.model_dump(mode="json"),
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

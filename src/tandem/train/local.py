@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from tandem.errors import CapabilityError, ConfigError
-from tandem.models.heads import load_model
+from tandem.errors import ConfigError
+from tandem.train.building import build_model, check_device, enable_checkpointing, model_bytes
 from tandem.train.engine import TrainEngine
-from tandem.train.forward import check_exactness, check_head
-from tandem.train.lora import inject_adapter
-from tandem.train.offload import own_storage
 from tandem.train.optim import build_optimizer, gradients, scale_gradients, squared_norm
-from tandem.train.registry import check_device
 from tandem.types import Scheduling
 
 
@@ -69,8 +64,7 @@ class LocalTrainEngine(TrainEngine):
 
         Estimated from the size of the model's files, taken to be bf16; needs no ``initialize``.
         """
-        files = Path(self.model_path).glob("*.safetensors")
-        size = sum(file.stat().st_size for file in files)
+        size = model_bytes(self.model_path)
         return Scheduling(cpu=1, gpu=int(self.device.type != "cpu"), mem=2048 + size * 8 // 2**20)
 
     # --- primitives ---------------------------------------------------------------------------
@@ -79,24 +73,16 @@ class LocalTrainEngine(TrainEngine):
         if addr is not None:
             raise ConfigError(f"addr: got {addr!r}, allowed: None; a local engine joins no group")
         device = self.device
-        if device.type not in ("cpu", "cuda"):
-            raise CapabilityError(f"train.device: got {device.type!r}, allowed: cpu, cuda")
-        check_device(self.config.device)
-        is_half = self.config.dtype == "bfloat16" and self.lora is not None
-        dtype = torch.bfloat16 if is_half else torch.float32
-        model: Any = load_model(
-            self.model_type, self.model_path, dtype=dtype, device=device, seed=self.seed
+        check_device(device)
+        model, self.peft_config = build_model(
+            self.model_type,
+            self.model_path,
+            self.config,
+            self.lora,
+            seed=self.seed,
+            device=device,
         )
-        own_storage([*model.parameters(), *model.buffers()])
-        model.requires_grad_(True)
-        _switch_off_dropout(model)
-        check_head(model)
-        check_exactness(model, device)
-        if self.lora is not None:
-            self.peft_config = inject_adapter(model, self.lora, seed=self.seed)
-            check_head(model)
-        if self.config.gradient_checkpointing:
-            model.activation_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(model, self.config)
         return model
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
@@ -108,9 +94,8 @@ class LocalTrainEngine(TrainEngine):
             gc.collect()
             torch.cuda.empty_cache()
 
-    def _backward(self, loss: Tensor) -> None:
-        if loss.requires_grad:
-            loss.backward()
+    def _backward(self, loss: Tensor, *, is_last: bool) -> None:
+        loss.backward()
 
     def _grad_norm(self) -> float:
         return float(squared_norm(gradients(self.parameters().values())).sqrt())
@@ -123,18 +108,10 @@ class LocalTrainEngine(TrainEngine):
     def _full_tensor(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def _copy_full(self, into: Tensor, full: Tensor) -> None:
+    def _copy_full(self, into: Tensor, full: Tensor | None) -> None:
+        assert full is not None
         with torch.no_grad():
             into.copy_(full)
-
-    def _sum_over_ranks(self, value: float) -> float:
-        return value
-
-    def _gather_over_ranks(self, value: Any) -> list[Any]:
-        return [value]
-
-    def _agree_max(self, value: int) -> int:
-        return value
 
 
 class LocalValueEngine(LocalTrainEngine):
@@ -147,9 +124,3 @@ class LocalRewardEngine(LocalTrainEngine):
     """The same with a scalar head: the score of every row."""
 
     model_type = "reward_model"
-
-
-def _switch_off_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0

@@ -5,7 +5,7 @@ The base model is never written to: an export adds the delta to a copy of each w
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from tandem.config.schema import LoraConfig
 from tandem.errors import ConfigError, DataError
@@ -68,7 +68,7 @@ def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
     if head is not None:
         peft_config.modules_to_save = [head]
     if config.adapter_path is not None:
-        load_adapter(model, config.adapter_path)
+        _copy(adapter_tensors(model), read_adapter(model, config.adapter_path))
     return peft_config
 
 
@@ -111,22 +111,47 @@ def adapter_replaced(model: Any, tensors: dict[str, Tensor]) -> Iterator[None]:
         _copy(current, kept)
 
 
-def merged_weight(module: BaseTunerLayer, weight: Tensor) -> Tensor:
-    """A new tensor: base weight plus delta, added in fp32 and rounded once."""
-    delta = module.get_delta_weight(ADAPTER)
+def merged_weight(
+    module: BaseTunerLayer, weight: Tensor, full_tensor: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """A new tensor: the whole base ``weight`` plus delta, added in fp32 and rounded once.
+
+    ``full_tensor`` makes whole tensors of the adapter's parameters.
+    """
+    whole = {
+        f"layer.{name}": full_tensor(parameter.detach())
+        for name, parameter in module.named_parameters()
+        if name.startswith("lora_")
+    }
+    delta = torch.func.functional_call(_Delta(module), whole, ())
     return (weight.float() + delta.float()).to(weight.dtype)
 
 
-def save_adapter(model: Any, peft_config: Any, path: Path) -> None:
+class _Delta(nn.Module):
+    """The product of an adapter's parameters as a module, so that these can be substituted."""
+
+    def __init__(self, layer: BaseTunerLayer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self) -> Tensor:
+        delta: Tensor = self.layer.get_delta_weight(ADAPTER)
+        return delta
+
+
+def save_adapter(tensors: Mapping[str, Tensor], peft_config: Any, path: Path) -> None:
     """Write ``adapter_config.json`` and ``adapter_model.safetensors`` as peft does."""
     path.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.contiguous() for name, tensor in adapter_tensors(model).items()}
-    save_file(tensors, path / _FILE, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        path / _FILE,
+        metadata={"format": "pt"},
+    )
     peft_config.save_pretrained(str(path))
 
 
-def load_adapter(model: Any, path: str) -> None:
-    """Copy the tensors of an adapter file into the adapter of ``model``.
+def read_adapter(model: Any, path: str) -> dict[str, Tensor]:
+    """The tensors of an adapter file, if they fit the adapter of ``model``.
 
     Raises:
         ConfigError: there is no safetensors file.
@@ -145,7 +170,7 @@ def load_adapter(model: Any, path: str) -> None:
     ]
     if problems:
         raise DataError(f"adapter {path!r} does not fit the model: {'; '.join(problems)}")
-    _copy(own, found)
+    return found
 
 
 def _copy(into: dict[str, Tensor], source: dict[str, Tensor]) -> None:

@@ -6,13 +6,14 @@ When to step or skip is decided in ``engine``; how a backend computes the global
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tandem.config.schema import OptimizerConfig
-from tandem.errors import CheckpointError, ConfigError
+from tandem.errors import ConfigError
 
 # --- learning rate --------------------------------------------------------------------------------
 
@@ -81,15 +82,20 @@ def scale_gradients(grads: list[Tensor], norm: float, max_norm: float | None) ->
 def build_optimizer(
     parameters: Mapping[str, nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.AdamW:
-    """AdamW over fp32 parameters; weight decay spares vectors (norms, biases)."""
-    matrices = [p for p in parameters.values() if p.ndim >= 2]
-    vectors = [p for p in parameters.values() if p.ndim < 2]
+    """AdamW over fp32 parameters; weight decay spares vectors (norms, biases).
+
+    Parameters sharded over different meshes are in groups of their own: no fused operation spans
+    two meshes.
+    """
+    members: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for p in parameters.values():
+        members.setdefault((p.ndim < 2, getattr(p, "device_mesh", None)), []).append(p)
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": group, "weight_decay": 0.0 if are_vectors else config.weight_decay}
+        for (are_vectors, _), group in sorted(members.items(), key=lambda item: item[0][0])
     ]
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        groups,
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
@@ -148,22 +154,31 @@ def optimizer_problems(
     return problems
 
 
+def optimizer_entries(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.dtype, bool]]:
+    """What ``import_optimizer`` needs to know of a state that ``export_optimizer`` made."""
+    return {key: (tensor.dtype, tensor.ndim == 0) for key, tensor in tensors.items()}
+
+
 def import_optimizer(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, nn.Parameter],
-    tensors: Mapping[str, Tensor],
+    entries: Mapping[str, tuple[torch.dtype, bool]],
+    copy_into: Callable[[Tensor, str], None],
 ) -> None:
-    """Replace the whole state by one that ``export_optimizer`` made; copies.
+    """Replace the whole state: ``entries`` are its keys with dtype and whether it is one number.
 
-    Raises:
-        CheckpointError: state of unknown parameters, or of another shape.
+    ``copy_into(tensor, key)`` fills a tensor laid out as its parameter is.
     """
-    if problems := optimizer_problems(parameters, tensors):
-        raise CheckpointError("; ".join(problems))
     found: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+    for key, (dtype, is_number) in entries.items():
         kind, _, name = key.partition(".")
-        found.setdefault(name, {})[kind] = tensor.to(parameters[name].device, copy=True)
+        parameter = parameters[name]
+        if is_number:
+            tensor = torch.zeros((), dtype=dtype, device=parameter.device)
+        else:
+            tensor = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        copy_into(tensor, key)
+        found.setdefault(name, {})[kind] = tensor
     optimizer.state.clear()
     for name, state in found.items():
         optimizer.state[parameters[name]] = state

@@ -20,11 +20,12 @@ DEVICES = ("cuda", "npu", "cpu")
 ENTRY_POINTS = "tandem.train_engines"
 
 BUILT_IN: dict[Key, str] = {
-    (model_type, "local", device): f"tandem.train.local:{name}"
+    (model_type, backend, device): f"tandem.train.{backend}:{prefix}{name}"
+    for backend, prefix in (("local", "Local"), ("fsdp", "FSDP"))
     for model_type, name in (
-        ("language_model", "LocalTrainEngine"),
-        ("value_model", "LocalValueEngine"),
-        ("reward_model", "LocalRewardEngine"),
+        ("language_model", "TrainEngine"),
+        ("value_model", "ValueEngine"),
+        ("reward_model", "RewardEngine"),
     )
     for device in ("cpu", "cuda")
 }

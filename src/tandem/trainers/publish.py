@@ -6,10 +6,11 @@ import logging
 
 from tandem.config import InferenceConfig
 from tandem.errors import WeightSyncError
+from tandem.observe.moments import reach
 from tandem.rollout import InferenceEngine
 from tandem.train import TrainEngine
 from tandem.types import TransportKind, WeightUpdateMeta
-from tandem.weights import release
+from tandem.weights import Manifest, last_published, release
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +27,11 @@ def publish_weights(
     incarnation: str,
     config: InferenceConfig,
     disk_path: str | None = None,
-) -> None:
+) -> Manifest:
     """Send the weights of ``train`` to ``inference`` as ``version`` and wait for the commit.
 
-    Afterwards both engines have that version and the training batch in hand is consumed.
+    Afterwards both engines have that version and the training batch in hand is consumed. Returns
+    what was sent.
 
     An update that fails is tried again, ``ATTEMPTS`` times in all.
 
@@ -48,7 +50,9 @@ def publish_weights(
     for attempt in range(1, ATTEMPTS + 1):
         try:
             future = inference.update_weights(meta)
+            reach("publish.begun")
             train.upload_weights(meta)
+            reach("publish.sent")
             future.result(timeout=config.update_timeout_s + SLACK_S)
             break
         except WeightSyncError as error:
@@ -57,6 +61,9 @@ def publish_weights(
             log.warning("publishing version %d again: %s", version, error)
     train.set_version(version)
     inference.set_version(version)
+    manifest = last_published(meta.channel)
+    assert manifest is not None
+    return manifest
 
 
 def release_weights(incarnation: str) -> None:

@@ -26,8 +26,8 @@ from typing import Any
 from tensordict import TensorDict
 
 from tandem.algorithms.advantages import check_estimator
-from tandem.algorithms.objective import PolicyObjective
-from tandem.checkpoint import staging
+from tandem.algorithms.correction import check_correction
+from tandem.checkpoint import list_steps, staging
 from tandem.config import RLConfig
 from tandem.data.prompts import PromptSource, open_prompts
 from tandem.errors import ConfigError, EngineError
@@ -37,7 +37,6 @@ from tandem.observe import (
     RunReport,
     Sample,
     final_screen,
-    mean_metrics,
     write_summary,
 )
 from tandem.rollout import (
@@ -47,25 +46,22 @@ from tandem.rollout import (
     load_workflow,
     open_inference_engine,
 )
-from tandem.train import EngineRegistry, TrainEngine
+from tandem.store import STORE_FILE, SqliteStore, StoreWriter
+from tandem.train import EngineRegistry
 from tandem.trainers.evaluate import Evaluation, HeldOut
+from tandem.trainers.frozen import check_scores, check_vocabulary
 from tandem.trainers.publish import publish_weights, release_weights
-from tandem.trainers.rl_batch import (
-    Recorder,
-    build_objective,
-    minibatches,
-    mismatch,
-    prepare_batch,
-    select_tokens,
-)
+from tandem.trainers.rl_batch import build_objective
+from tandem.trainers.rl_learner import Learner, open_learner
 from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.trainers.sft import run_stage
-from tandem.types import FinetuneSpec, LossFn, SaveLoadMeta
+from tandem.trainers.watch import Watch
+from tandem.types import SaveLoadMeta
+from tandem.weights import Manifest
 
 log = logging.getLogger(__name__)
 
 NEEDS_MORE = {
-    "gae": "values of a critic",
     "remax": "the reward of a greedy completion",
     "gdpo": "rewards in parts",
 }
@@ -118,7 +114,6 @@ class RLTask:
     tokenizer: Any
     prompts: PromptSource
     workflow: RolloutWorkflow
-    objective: PolicyObjective
     held_out: HeldOut | None
 
 
@@ -131,8 +126,11 @@ def open_task(config: RLConfig, model_path: str) -> RLTask:
             f"algorithm.advantage: got {name!r}, which needs {NEEDS_MORE[name]}; rollouts of this "
             "trainer have none, choose another estimator"
         )
-    objective = build_objective(config.algorithm)
+    build_objective(config.algorithm, config.teacher)
+    for correction in config.algorithm.corrections:
+        check_correction(correction.method, correction.kwargs)
     tokenizer = load_tokenizer(config.model.tokenizer_path or model_path)
+    _check_other_models(config, tokenizer)
     config = _with_prompt_limit(config, model_path)
     limit = config.rollout.max_prompt_tokens
     assert limit is not None
@@ -153,7 +151,23 @@ def open_task(config: RLConfig, model_path: str) -> RLTask:
             max_prompt_tokens=limit,
             seed=config.run.seed,
         )
-    return RLTask(config, tokenizer, prompts, workflow, objective, held_out)
+    return RLTask(config, tokenizer, prompts, workflow, held_out)
+
+
+def _check_other_models(config: RLConfig, tokenizer: Any) -> None:
+    """Critic, reward model and teacher read the policy's tokens and are what they have to be."""
+    critic, scorer, teacher = config.critic, config.reward_model, config.teacher
+    if critic is not None:
+        EngineRegistry.get_engine_cls("value_model", critic.train.backend, critic.train.device)
+        if critic.path is not None:
+            check_vocabulary(critic.path, tokenizer, "critic.path")
+    if scorer is not None:
+        EngineRegistry.get_engine_cls("reward_model", scorer.backend, scorer.device)
+        check_scores(scorer.path, "reward_model.path")
+        check_vocabulary(scorer.path, tokenizer, "reward_model.path")
+    if teacher is not None:
+        EngineRegistry.get_engine_cls("language_model", teacher.backend, teacher.device)
+        check_vocabulary(teacher.path, tokenizer, "teacher.path")
 
 
 @contextmanager
@@ -162,12 +176,11 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
     config = task.config
     seed_generators(config.run.seed)
     with ExitStack() as stack:
-        train = _open_train_engine(config, model_path)
-        stack.callback(train.destroy)
-        reference = None
-        if config.algorithm.kl_coef > 0 and config.model.lora is None:
-            reference = _open_train_engine(config, model_path)
-            stack.callback(reference.destroy)
+        learner = stack.enter_context(open_learner(config, model_path))
+        store = SqliteStore(run.dir / STORE_FILE)
+        stack.callback(store.close)
+        writer = StoreWriter(store, run.incarnation)
+        stack.callback(writer.close)
         rollout = open_inference_engine(
             config.inference,
             config.rollout,
@@ -176,13 +189,16 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
             incarnation=run.incarnation,
             seed=config.run.seed,
             tokenizer_path=config.model.tokenizer_path,
+            writer=writer,
         )
         stack.callback(release_weights, run.incarnation)
         stack.callback(rollout.destroy)
         progress = stack.enter_context(
             Progress("rl", total=config.steps, enabled=config.tracking.progress)
         )
-        session = RLSession(task, run, train, reference, rollout, progress)
+        watch = Watch(run, rollout, steps=config.steps)
+        session = RLSession(task, run, learner, rollout, writer, watch, progress)
+        stack.enter_context(watch.watching())
         session.restore()
         yield session
 
@@ -193,9 +209,10 @@ class RLSession:
 
     task: RLTask
     run: Run
-    train_engine: TrainEngine
-    reference: TrainEngine | None
+    learner: Learner
     rollout: ComposedInferenceEngine
+    writer: StoreWriter
+    watch: Watch
     progress: Progress
 
     def __post_init__(self) -> None:
@@ -206,7 +223,7 @@ class RLSession:
     # --- the loop -----------------------------------------------------------------------------
 
     def train(self) -> None:
-        self._publish(self.train_engine.get_version())
+        self._publish(self.learner.policy.get_version())
         if self.state.step == 0 and self.run.checkpoint is None:
             self._evaluate()
             self._save()
@@ -230,41 +247,27 @@ class RLSession:
         """One training batch: roll out, prepare, optimise, publish exactly one new version."""
         clock = _Clock()
         accept = has_signal if self.config.rollout.drop_zero_variance else None
+        self.watch.phase("rollout", step=self.state.step + 1)
         batch = self.rollout.prepare_batch(self.task.prompts, self.task.workflow, accept)
         clock.lap("rollout")
         staleness = self.rollout.take_metrics()
-        batch, metrics = prepare_batch(
-            batch, self.train_engine, self.config.algorithm, reference=self.reference
-        )
-        clock.lap("prepare")
-        objective: LossFn = self.task.objective
-        if self.task.objective.single_step:
-            objective = Recorder(self.task.objective, batch)
-        steps = [
-            self._optimizer_step(minibatch, objective)
-            for minibatch in minibatches(batch, self.config.algorithm)
-        ]
-        metrics |= mismatch(batch, self.train_engine.get_version())
-        means = mean_metrics(steps)
-        metrics |= {n if "/" in n else f"actor/{n}": value for n, value in means.items()}
-        clock.lap("train")
-        self._publish(self.train_engine.get_version() + 1)
+        self.watch.phase("training")
+        trained = self.learner.learn(batch, lap=clock.lap, beat=self.watch.beat)
+        version = self.learner.policy.get_version() + 1
+        manifest = self._publish(version)
         clock.lap("publish")
+        self.writer.log("trained", version, {"metrics": trained, "weights": manifest.digest()})
         total = clock.total()
-        metrics |= staleness | {f"timing_s/{name}": value for name, value in clock.laps.items()}
+        metrics = trained | staleness
+        metrics |= {f"timing_s/{name}": value for name, value in clock.laps.items()}
         metrics["timing_s/step"] = total
         metrics["perf/tokens_per_s"] = metrics["perf/num_tokens"] / total
         return metrics
 
-    def _optimizer_step(self, minibatch: TensorDict, objective: LossFn) -> dict[str, float]:
-        minibatch = select_tokens(minibatch, self.train_engine, self.config.algorithm)
-        result = self.train_engine.train_batch(minibatch, objective)
-        self.train_engine.lr_scheduler_step()
-        return result
-
-    def _publish(self, version: int) -> None:
-        publish_weights(
-            self.train_engine,
+    def _publish(self, version: int) -> Manifest:
+        self.watch.phase("publishing weights")
+        return publish_weights(
+            self.learner.policy,
             self.rollout,
             version=version,
             incarnation=self.run.incarnation,
@@ -300,6 +303,7 @@ class RLSession:
     def _evaluate(self) -> dict[str, float]:
         if self.task.held_out is None:
             return {}
+        self.watch.phase("evaluation")
         result = self.task.held_out.evaluate(self.rollout)
         self.last_evaluation = result
         self.state.accuracies[str(self.state.step)] = result.accuracy
@@ -310,6 +314,7 @@ class RLSession:
 
     def _save(self) -> None:
         config = self.config.checkpoint
+        self.watch.phase("checkpoint")
         with staging(
             self.run.dir,
             self.state.step,
@@ -317,35 +322,46 @@ class RLSession:
             upload_url=config.upload_url,
             background=self.run.writer,
         ) as target:
-            self.train_engine.save_checkpoint(
-                str(target.path / "policy"), global_step=self.state.step
-            )
+            self.learner.save(target.path, self.state.step)
             target.manifest_extra["wall_s"] = self.run.elapsed_s()
             target.manifest_extra["loop"] = dataclasses.asdict(self.state)
             target.manifest_extra["data"] = self.task.prompts.state_dict()
             target.manifest_extra["rollout"] = self.rollout.state_dict()
+        self._retain()
+
+    def _retain(self) -> None:
+        """Bound the trajectory store, without what the oldest checkpoint on disk may need."""
+        config, step = self.config.store, self.state.step
+        self.writer.store.retain(
+            needed_from=min(list_steps(self.run.dir), default=0),
+            keep_from=None if config.keep_steps is None else step - config.keep_steps,
+            max_bytes=config.max_size_mb << 20,
+        )
 
     def restore(self) -> None:
         """Go on from the run's checkpoint, if it has one."""
         checkpoint = self.run.checkpoint
+        step = checkpoint.step if checkpoint else 0
+        self.writer.log("start", step, {"step": step, "steps": self.config.steps})
         if checkpoint is None:
             return
         # The position is the rollout's; this notices that the prompts are others now.
         self.task.prompts.load_state_dict(checkpoint.extra["data"])
-        self.train_engine.load_checkpoint(str(checkpoint.path / "policy"))
+        self.learner.load(checkpoint.path)
         self.state = RLState(**checkpoint.extra["loop"])
         self.rollout.load_state_dict(checkpoint.extra["rollout"])
         log.info("resumed from step %d", self.state.step)
 
     def finish(self) -> dict[str, Any]:
         """Evaluate, export the model, write ``summary.json`` and show the last screen."""
+        self.watch.phase("finish")
         state, config = self.state, self.config
         if self.last_evaluation is None:
             self._evaluate()
         model_dir: Path | None = None
         if config.checkpoint.export_model:
             model_dir = self.run.dir / "model"
-            self.train_engine.save(SaveLoadMeta(str(model_dir), tokenizer=self.task.tokenizer))
+            self.learner.policy.save(SaveLoadMeta(str(model_dir), tokenizer=self.task.tokenizer))
         summary = {
             "accuracy_before": state.accuracies.get("0"),
             "accuracy_after": state.accuracies.get(str(state.step)),
@@ -405,7 +421,8 @@ def has_signal(rows: TensorDict) -> bool:
 
 
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
-    """``config`` with ``max_prompt_tokens`` set to what context and micro-batch leave room for."""
+    """``config`` with ``max_prompt_tokens`` and ``generation.max_tokens`` set to what context and
+    micro-batch leave room for: no row of any workflow is longer."""
     generation = config.rollout.generation
     context = min(
         context_length(model_path),
@@ -427,28 +444,9 @@ def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
             f"completion must fit train.max_tokens_per_microbatch ({cap}) and the context "
             f"({context})"
         )
-    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit})
+    bounded = generation.new(max_tokens=min(context, cap))
+    rollout = config.rollout.model_copy(update={"max_prompt_tokens": limit, "generation": bounded})
     return config.model_copy(update={"rollout": rollout})
-
-
-def _open_train_engine(config: RLConfig, model_path: str) -> TrainEngine:
-    engine: TrainEngine = EngineRegistry.new(
-        "language_model",
-        config.train.backend,
-        config=config.train,
-        model_path=model_path,
-        lora=config.model.lora,
-        seed=config.run.seed,
-        tokenizer_path=config.model.tokenizer_path,
-    )
-    steps = config.steps * config.algorithm.epochs * config.algorithm.minibatches
-    batch_size = config.rollout.batch_size
-    engine.initialize(
-        ft_spec=FinetuneSpec(
-            total_train_epochs=1, dataset_size=steps * batch_size, train_batch_size=batch_size
-        )
-    )
-    return engine
 
 
 def _open_workflow(config: RLConfig, tokenizer: Any) -> RolloutWorkflow:

@@ -1,11 +1,10 @@
-"""From the rows of a rollout to optimizer steps: what is computed once per training batch.
+"""The policy's optimizer steps of one training batch: objective, mini-batches, loss weights.
 
-    rows -> prox (and reference) log-probabilities -> final masks -> advantages
-         -> mini-batches of whole episodes -> one set of loss weights for each optimizer step
+    advantages -> mini-batches of whole episodes -> one set of loss weights for each optimizer step
 
 A training batch that is one optimizer step needs no pass of its own for the prox log-probabilities:
-they are those of the training pass, where ``Recorder`` takes them. Losses and estimators live in
-``algorithms/``.
+they are those of the training pass, where ``Recorder`` takes them. The order of everything before
+is in ``rl_learner``; losses and estimators live in ``algorithms/``.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from tensordict import TensorDict
 
-from tandem.algorithms.advantages import assign_advantages
 from tandem.algorithms.aggregation import loss_weights
-from tandem.algorithms.correction import behaviour_correction
 from tandem.algorithms.mismatch import mismatch_metrics
 from tandem.algorithms.objective import PolicyObjective
 from tandem.algorithms.policy.covariance import (
@@ -26,22 +23,33 @@ from tandem.algorithms.policy.covariance import (
     select_kl_cov,
     token_covariance,
 )
-from tandem.config import AlgorithmConfig
+from tandem.config import AlgorithmConfig, TeacherConfig
+from tandem.config.algorithm import TEACHER_ADVANTAGES
 from tandem.train import TrainEngine
 from tandem.types import Metric
 
 Metrics = dict[str, float]
 
 
-def build_objective(config: AlgorithmConfig) -> PolicyObjective:
+def build_objective(
+    config: AlgorithmConfig, teacher: TeacherConfig | None = None
+) -> PolicyObjective:
+    has_teacher_term = teacher is not None and teacher.top_k is not None
     return PolicyObjective(
         policy_loss=config.policy_loss,
-        policy_kwargs=_clipping(config),
-        kl_coef=config.kl_coef,
-        kl_estimator=config.kl_estimator,
+        policy_kwargs={**config.policy_kwargs, **_clipping(config)},
+        kl_coef=0.0 if config.kl_in_reward else config.kl_coef,
+        kl_estimator=kl_estimator(config),
         entropy_coef=config.entropy_coef,
+        distill_coef=teacher.coef if teacher and has_teacher_term else 0.0,
+        divergence=teacher.divergence if teacher else "reverse",
         single_step=is_single_step(config),
     )
+
+
+def kl_estimator(config: AlgorithmConfig) -> str:
+    """Of the divergence from the reference: k3 as a loss, k1 in the reward, unless configured."""
+    return config.kl_estimator or ("k1" if config.kl_in_reward else "k3")
 
 
 def _clipping(config: AlgorithmConfig) -> dict[str, float]:
@@ -52,7 +60,12 @@ def _clipping(config: AlgorithmConfig) -> dict[str, float]:
 
 def is_single_step(config: AlgorithmConfig) -> bool:
     """Whether nothing needs the policy's log-probabilities before the (only) optimizer step."""
-    needs_them_before = config.decoupled or config.policy_loss in ("clip_cov", "kl_cov")
+    needs_them_before = (
+        bool(config.corrections)
+        or config.kl_in_reward
+        or config.policy_loss in ("clip_cov", "kl_cov")
+        or config.advantage in TEACHER_ADVANTAGES
+    )
     return config.epochs * config.minibatches == 1 and not needs_them_before
 
 
@@ -74,30 +87,6 @@ class Recorder:
         return self._objective(outputs, microbatch)
 
 
-def prepare_batch(
-    batch: TensorDict,
-    engine: TrainEngine,
-    config: AlgorithmConfig,
-    *,
-    reference: TrainEngine | None,
-) -> tuple[TensorDict, Metrics]:
-    """Everything that needs the whole training batch, before its first optimizer step."""
-    batch = batch.copy()
-    if not is_single_step(config):
-        batch["prox_logprobs"] = score(batch, engine)
-    metrics = rollout_metrics(batch)
-    if config.kl_coef > 0:
-        batch["ref_logprobs"] = reference_logprobs(batch, engine, reference)
-    if config.mask_truncated:
-        batch["loss_mask"] = batch["loss_mask"] & ~batch["truncated"].unsqueeze(-1)
-    batch, advantage_metrics = assign_advantages(batch, config.advantage, **config.advantage_kwargs)
-    metrics |= advantage_metrics
-    if config.decoupled:
-        batch, correction_metrics = behaviour_correction(batch, cap=config.behaviour_cap)
-        metrics |= correction_metrics
-    return batch, metrics
-
-
 def score(batch: TensorDict, engine: TrainEngine) -> torch.Tensor:
     """The engine's log-probabilities ``[B, T]`` of the trained tokens at their temperature."""
     scored = engine.forward(batch, outputs=("train_logprobs",), trained_only=True)
@@ -114,25 +103,33 @@ def reference_logprobs(
         return score(batch, engine)
 
 
-def minibatches(batch: TensorDict, config: AlgorithmConfig) -> Iterator[TensorDict]:
-    """Optimizer steps of one training batch: whole episodes, each with its own loss weights."""
+def split_episodes(batch: TensorDict, epochs: int, num_parts: int) -> Iterator[TensorDict]:
+    """``epochs`` times all rows in ``num_parts`` parts of whole episodes, in order."""
     episodes = torch.unique_consecutive(batch["episode_ids"])
-    for _ in range(config.epochs):
-        for part in episodes.chunk(config.minibatches):
-            rows = torch.isin(batch["episode_ids"], part)
-            minibatch = batch[rows]
-            weights = loss_weights(
-                config.aggregation,
-                minibatch["loss_mask"],
-                sample_ids=minibatch["sample_ids"],
-                horizon=config.horizon,
-            )
-            minibatch["loss_weights"] = weights
-            if config.kl_coef > 0:
-                minibatch["kl_loss_weights"] = weights
-            if config.entropy_coef > 0:
-                minibatch["entropy_loss_weights"] = weights
-            yield minibatch
+    for _ in range(epochs):
+        for part in episodes.chunk(num_parts):
+            yield batch[torch.isin(batch["episode_ids"], part)]
+
+
+def minibatches(batch: TensorDict, config: AlgorithmConfig) -> Iterator[TensorDict]:
+    """Optimizer steps of one training batch, each with its own weights of every term."""
+    terms = {
+        "loss_weights": True,
+        "kl_loss_weights": config.kl_coef > 0 and not config.kl_in_reward,
+        "entropy_loss_weights": config.entropy_coef > 0,
+        "distill_loss_weights": "candidate_ids" in batch,
+    }
+    for minibatch in split_episodes(batch, config.epochs, config.minibatches):
+        weights = loss_weights(
+            config.aggregation,
+            minibatch["loss_mask"],
+            sample_ids=minibatch["sample_ids"],
+            horizon=config.horizon,
+        )
+        for name, is_used in terms.items():
+            if is_used:
+                minibatch[name] = weights
+        yield minibatch
 
 
 def select_tokens(

@@ -11,6 +11,7 @@ import os
 import random
 import shutil
 import signal
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -26,8 +27,9 @@ import yaml
 
 from tandem.checkpoint import BackgroundWriter, CheckpointDir, check_store, latest, supersede_newer
 from tandem.config import Root, TrainConfig, load_config, to_yaml
+from tandem.config.launcher import launcher_facts
 from tandem.config.resume import check_resume
-from tandem.errors import ConfigError, Preempted
+from tandem.errors import CapabilityError, ConfigError, Preempted
 from tandem.files import write_durably
 from tandem.observe import MetricsLogger, setup_logging
 from tandem.observe.metrics import METRICS_FILE
@@ -37,25 +39,41 @@ log = logging.getLogger(__name__)
 
 
 class StopSignal:
-    """SIGTERM or SIGINT asks for a stop at the next step border; a second one stops at once."""
+    """SIGTERM or SIGINT asks for a stop at the next step border; a second one stops at once.
+
+    ``fail`` raises an error in the thread that waits for these signals, whatever it waits for.
+    """
 
     def __init__(self) -> None:
         self.requested: str | None = None
+        self._failure: BaseException | None = None
+        self._thread: int | None = None
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
         try:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._handle)
+            self._thread = threading.get_ident()
         except ValueError:  # only the main thread may install handlers; others cannot be signalled
             self._previous.clear()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._thread = None
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
+    def fail(self, error: BaseException) -> None:
+        """Called from another thread."""
+        self._failure = error
+        if self._thread is not None:
+            signal.pthread_kill(self._thread, signal.SIGINT)
+
     def _handle(self, number: int, _: FrameType | None) -> None:
+        if self._failure is not None:
+            error, self._failure = self._failure, None
+            raise error
         if self.requested is not None:
             raise KeyboardInterrupt
         self.requested = signal.Signals(number).name
@@ -107,7 +125,9 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         ConfigError: the directory holds a run and ``resume`` is off, or the reverse, or a key was
             changed that may not change on resume.
         CheckpointError: checkpoints exist and none can be trusted.
+        CapabilityError: a launcher started several ranks.
     """
+    _check_alone()
     _check_machine(config)
     directory = Path(config.run.output_dir) / config.run.name
     config_file = directory / "config.yaml"
@@ -145,6 +165,16 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
             if config.checkpoint.background:
                 writer = stack.enter_context(BackgroundWriter())
             yield Run(config, directory, incarnation, metrics, stop, checkpoint, writer)
+
+
+def _check_alone() -> None:
+    """Several ranks would each train on all rows and write the same run directory."""
+    world_size = launcher_facts().world_size
+    if world_size > 1:
+        raise CapabilityError(
+            f"WORLD_SIZE: got {world_size}, allowed here: 1; a run drives one rank. Sharded "
+            "engines are driven from Python, see docs/distributed.md"
+        )
 
 
 def _check_machine(config: Root) -> None:

@@ -3,7 +3,7 @@
 When to publish, and what a served version means for rollout, belong to the trainers and rollout.
 """
 
-from tandem.weights.channel import cancel, expect, publish, release
+from tandem.weights.channel import cancel, expect, last_published, publish, release
 from tandem.weights.manifest import (
     FileLocation,
     Location,
@@ -25,6 +25,7 @@ __all__ = [
     "cancel",
     "check_manifest",
     "expect",
+    "last_published",
     "load_into",
     "open_published",
     "publish",

@@ -52,6 +52,7 @@ class _Channel:
         self.senders: dict[str, Sender] = {}
         self.waiting: dict[_Key, Future[Published]] = {}
         self.unclaimed: tuple[_Key, Published | WeightSyncError] | None = None
+        self.last: Manifest | None = None
 
     def sender(self, kind: str) -> Sender:
         if kind not in SENDERS:
@@ -115,8 +116,16 @@ def publish(
             if isinstance(error, TandemError) or not isinstance(error, Exception):
                 raise
             raise failure from error
+        channel.last = published.manifest
         _hand_over(channel, key, published)
     return published.manifest
+
+
+def last_published(channel: str) -> Manifest | None:
+    """What was sent last through a channel; None before the first time and after ``release``."""
+    with _LOCK:
+        found = _CHANNELS.get(channel)
+    return None if found is None else found.last
 
 
 def cancel(meta: WeightUpdateMeta) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -74,6 +75,11 @@ class Manifest:
     @property
     def size_bytes(self) -> int:
         return max((entry.end for entry in self.tensors), default=0)
+
+    def digest(self) -> str:
+        """One sha256 of all names, shapes, dtypes and contents, whatever the version is called."""
+        content = [[e.name, e.shape, e.dtype, e.sha256] for e in self.tensors]
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -15,7 +15,13 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from tandem.algorithms.advantages.groups import group_rewards
-from tandem.algorithms.advantages.table import ADVANTAGES, EXTRA_INPUTS, TOKEN_ADVANTAGES
+from tandem.algorithms.advantages.table import (
+    ADVANTAGES,
+    EXTRA_INPUTS,
+    TOKEN_ADVANTAGES,
+    TOKEN_INPUTS,
+    TOKENWISE,
+)
 from tandem.algorithms.tokens import under_mask
 from tandem.errors import ConfigError, DataError
 
@@ -123,13 +129,12 @@ def _extra_inputs(batch: TensorDict, name: str, rows: _Rows) -> dict[str, Tensor
 
 
 def _token_inputs(batch: TensorDict, name: str, rows: _Rows) -> Mapping[str, Tensor]:
-    if rows.is_split:
+    if rows.is_split and name not in TOKENWISE:
         raise DataError(
             f"sample_ids: {name} needs every trajectory in one row, got trajectories of several "
             "rows; use an outcome-level estimator such as grpo"
         )
-    keys = ("loss_mask", "rewards", "group_ids", "token_rewards", "values", "bootstrap_values")
-    return {key: batch[key] for key in keys if key in batch}
+    return {key: batch[key] for key in TOKEN_INPUTS if key in batch}
 
 
 def _get(batch: TensorDict, key: str, name: str) -> Tensor:

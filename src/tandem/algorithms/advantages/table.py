@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch import Tensor
 
+from tandem.algorithms.advantages.distilled import (
+    none,
+    teacher_forward_kl,
+    teacher_reverse_kl,
+)
 from tandem.algorithms.advantages.gae import gae_advantages
 from tandem.algorithms.advantages.gdpo import gdpo
 from tandem.algorithms.advantages.grpo import dr_grpo, grpo, grpo_loo
@@ -30,6 +35,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "gpg": gpg,
     "maxrl": maxrl,
     "gdpo": gdpo,
+    "none": none,
 }
 """``estimate(rewards_B, group_ids_B, **kwargs) -> advantages_B``: one number per trajectory."""
 
@@ -45,7 +51,21 @@ TOKEN_ADVANTAGES: dict[str, Callable[..., dict[str, Tensor]]] = {
     "gae": gae_advantages,
     "reinforce++": reinforce_plus_plus_advantages,
     "reinforce++_baseline": reinforce_plus_plus_baseline_advantages,
+    "teacher_reverse_kl": teacher_reverse_kl,
+    "teacher_forward_kl": teacher_forward_kl,
 }
 """``estimate(inputs, **kwargs) -> {"advantages": [B, T], ...}`` from the keys of the batch."""
 
-TokenInputs = Mapping[str, Tensor]
+TOKENWISE = frozenset({"teacher_reverse_kl", "teacher_forward_kl"})
+"""Those of them that look at each token alone, so that a trajectory may have several rows."""
+
+TOKEN_INPUTS = (
+    "loss_mask",
+    "rewards",
+    "group_ids",
+    "token_rewards",
+    "values",
+    "bootstrap_values",
+    "prox_logprobs",
+    "teacher_logprobs",
+)

@@ -5,6 +5,7 @@ Loading checkpoints strictly belongs to ``models/``; stepping belongs to ``core`
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -14,13 +15,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.config.schema import InferenceConfig
 from tandem.errors import CapabilityError, ConfigError
 from tandem.inference.embedded.bits import check_bits
-from tandem.inference.embedded.core import EmbeddedCore
+from tandem.inference.embedded.compiled import check_compiler
+from tandem.inference.embedded.core import CoreOptions, EmbeddedCore
 from tandem.inference.embedded.requests import ModelLimits
-from tandem.models.cache import CacheContext, KVCache, PrefillGroup
+from tandem.models.cache import CacheContext, ChunkGroup, KVCache
 from tandem.models.loading import load_causal_lm, load_tokenizer
 from tandem.types import WeightVersion
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+MEMORY_SHARE = 4
+"""Without ``inference.cache_tokens`` the rows may fill one part in so many of the memory."""
 PROBE_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
@@ -41,31 +45,52 @@ def build_core(
         ConfigError: the directory, the device or ``max_context`` does not fit.
         CapabilityError: the model cannot be decoded with our cache.
     """
+    if config.compile == "on":
+        check_compiler()
     model = load_causal_lm(model_path, dtype=DTYPES[config.dtype], device=_device(config))
     source = tokenizer_path or model_path
     has_tokenizer = any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
     tokenizer = load_tokenizer(source) if has_tokenizer else None
-    probe(model, tolerance=PROBE_TOLERANCE[config.dtype])
+    token_bytes = probe(model, tolerance=PROBE_TOLERANCE[config.dtype])
+    options = _options(config, model.device, token_bytes)
     core = EmbeddedCore(
         model,
         ModelLimits(
             vocab_size=int(model.config.get_text_config().vocab_size),
-            max_context=_max_context(config, model),
+            max_context=min(_max_context(config, model), options.cache_tokens),
             eos_ids=eos_ids(model, tokenizer),
             decoder=tokenizer,
         ),
         WeightVersion(incarnation, 0),
-        max_batch_size=config.max_batch_size,
-        recompute_on_update=config.kv_on_update == "recompute",
+        options,
     )
     if config.deterministic:
         check_bits(core)
     return core
 
 
+def _options(config: InferenceConfig, device: torch.device, token_bytes: int) -> CoreOptions:
+    memory = (
+        torch.cuda.mem_get_info(device)[0]
+        if device.type == "cuda"
+        else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    )
+    return CoreOptions(
+        max_batch_size=config.max_batch_size,
+        cache_tokens=config.cache_tokens or max(1, memory // MEMORY_SHARE // token_bytes),
+        prefix_cache_tokens=config.prefix_cache_mib * 2**20 // token_bytes,
+        max_tokens_per_pass=config.max_tokens_per_pass,
+        recompute_on_update=config.kv_on_update == "recompute",
+        is_fast=config.numerics == "fast" or config.dtype != "float32",
+        compile_mode=config.compile,
+    )
+
+
 @torch.inference_mode()
-def probe(model: PreTrainedModel, *, tolerance: float) -> None:
+def probe(model: PreTrainedModel, *, tolerance: float) -> int:
     """Check that decoding with the cache, beside another sequence, gives a plain pass's numbers.
+
+    Returns the bytes that one token takes in the cache.
 
     Raises:
         CapabilityError: it does not, as for models with recurrent state.
@@ -90,15 +115,15 @@ def probe(model: PreTrainedModel, *, tolerance: float) -> None:
             f"(allowed: all layers, {tolerance:g}); the embedded engine serves decoder-only "
             "attention models"
         )
+    return cache.token_bytes
 
 
 def _prefill(model: PreTrainedModel, cache: KVCache, sequences: list[Tensor]) -> Tensor:
     cache.reserve(len(sequences), 16)
-    groups, start = [], 0
+    groups, offset = [], 0
     for row, ids in enumerate(sequences):
-        place = torch.tensor([row], device=model.device)
-        groups.append(PrefillGroup(start, len(ids), 1, place, torch.zeros_like(place)))
-        start += len(ids)
+        groups.append(ChunkGroup(offset, 0, len(ids), (row,)))
+        offset += len(ids)
     positions = torch.cat([torch.arange(len(ids), device=model.device) for ids in sequences])
     context = CacheContext(cache, positions=positions[:0], max_position=0, groups=groups)
     return _logits(model, torch.cat(sequences), positions, context)

@@ -18,6 +18,7 @@ from tandem.types import GenerationConfig, LLMRequest, LLMResponse
 Frame = dict[str, Any]
 _HEADER = struct.Struct(">Q")
 _NEUTRAL = asdict(GenerationConfig())
+_EXTRAS = ("raw_logprobs", "top_logprobs", "prompt_logprobs")
 _ERRORS = {
     name: item
     for name, item in vars(errors).items()
@@ -45,14 +46,16 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 def encode_request(request: LLMRequest) -> Frame:
     """Without ``metadata``, which no backend reads."""
     options = {k: v for k, v in asdict(request.gconfig).items() if v != _NEUTRAL[k]}
-    return {"rid": request.rid, "ids": request.input_ids, "options": options}
+    frame = {"rid": request.rid, "ids": request.input_ids, "options": options}
+    return frame | {name: getattr(request, name) for name in _EXTRAS if getattr(request, name)}
 
 
 def decode_request(frame: Frame) -> LLMRequest:
     options = dict(frame["options"])
     if "logit_bias" in options:
         options["logit_bias"] = {int(k): v for k, v in options["logit_bias"].items()}
-    return LLMRequest(frame["rid"], tuple(frame["ids"]), GenerationConfig(**options))
+    extras = {name: frame[name] for name in _EXTRAS if name in frame}
+    return LLMRequest(frame["rid"], tuple(frame["ids"]), GenerationConfig(**options), **extras)
 
 
 def encode_response(response: LLMResponse) -> Frame:
@@ -62,6 +65,9 @@ def encode_response(response: LLMResponse) -> Frame:
 
 
 def decode_response(frame: Frame, request: LLMRequest) -> LLMResponse:
+    top = frame.get("top_logprobs")
+    if top is not None:
+        frame = {**frame, "top_logprobs": [[(i, p) for i, p in token] for token in top]}
     return LLMResponse(input_tokens=list(request.input_ids), **frame)
 
 

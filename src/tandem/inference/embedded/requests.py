@@ -5,12 +5,16 @@ Everything that can be wrong with a single request is found here, before it is q
 
 from __future__ import annotations
 
+import hashlib
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from tandem.errors import ConfigError, DataError
 from tandem.inference.embedded.sampler import SamplingRow
 from tandem.inference.stopping import Decoder, StopStrings
+from tandem.models.cache import BLOCK, block_keys
 from tandem.types import LLMRequest
 
 SEED_MASK = (1 << 64) - 1
@@ -28,7 +32,12 @@ class ModelLimits:
 
 @dataclass(slots=True)
 class Job:
-    """One accepted request. ``limit`` bounds prompt plus completion, in tokens."""
+    """One accepted request and what it has besides its tokens.
+
+    ``limit`` bounds prompt plus completion, in tokens; ``prefixes`` names the beginnings of the
+    prompt that others may share, as (tokens, key), shortest first; ``held`` are its blocks in the
+    prefix store; ``is_mixed`` says that its cache was partly made under older weights.
+    """
 
     ticket: int
     request: LLMRequest
@@ -36,13 +45,26 @@ class Job:
     sampling: SamplingRow
     stop_strings: StopStrings | None
     submitted: float
+    arrival: int
+    prefixes: list[tuple[int, bytes]]
+    held: list[int] = field(default_factory=list)
+    is_mixed: bool = False
+    prompt_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)
 
     @property
     def prompt_length(self) -> int:
         return len(self.request.input_ids)
 
+    @property
+    def needs_prompt_logprobs(self) -> bool:
+        """Until they are complete, no part of the prompt may be taken from elsewhere."""
+        return self.request.prompt_logprobs and len(self.prompt_logprobs) < self.prompt_length
 
-def accept(ticket: int, request: LLMRequest, limits: ModelLimits, now: float) -> Job:
+
+def accept(
+    ticket: int, request: LLMRequest, limits: ModelLimits, *, now: float, arrival: int
+) -> Job:
     """Resolve ``request``.
 
     Raises:
@@ -69,12 +91,32 @@ def accept(ticket: int, request: LLMRequest, limits: ModelLimits, now: float) ->
         ticket=ticket,
         request=request,
         limit=_limit(request, limits),
-        sampling=SamplingRow(config, seed, tuple(sorted(set(ends)))),
+        sampling=SamplingRow(
+            config,
+            seed,
+            tuple(sorted(set(ends))),
+            raw=request.raw_logprobs,
+            top=request.top_logprobs,
+        ),
         stop_strings=StopStrings(limits.decoder, config.stop)
         if config.stop and limits.decoder is not None
         else None,
         submitted=now,
+        arrival=arrival,
+        prefixes=_prefixes(request.input_ids),
     )
+
+
+def _prefixes(ids: tuple[int, ...]) -> list[tuple[int, bytes]]:
+    """Every full block of the prompt, and the whole of it."""
+    tokens = np.array(ids, dtype=np.int64)
+    keys = block_keys(tokens)
+    found = [((index + 1) * BLOCK, key) for index, key in enumerate(keys)]
+    rest = tokens[len(keys) * BLOCK :]
+    if len(rest):
+        before = keys[-1] if keys else b""
+        found.append((len(ids), hashlib.sha256(before + b"rest" + rest.tobytes()).digest()))
+    return found
 
 
 def _limit(request: LLMRequest, limits: ModelLimits) -> int:

@@ -3,6 +3,9 @@
 Order: logit bias, penalties, forbidden stop tokens, temperature, top-k, top-p, min-p, one draw by
 inverse CDF. The recorded log-probability is of exactly that distribution; for greedy decoding it is
 of the softmax at temperature 1. When a sequence ends is decided elsewhere.
+
+Nothing that happens to a row depends on which others are in the batch. What only some rows ask for
+is done for those rows alone (``filters`` has what hides tokens).
 """
 
 from __future__ import annotations
@@ -15,11 +18,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tandem.models.normaliser import SUM_BLOCK, ExpSums, combine_exp_sums, exp_sums
+from tandem.inference.embedded.filters import LogitFilters
+from tandem.models.normaliser import SUM_BLOCK, ExpSums, Normaliser, combine_exp_sums, exp_sums
 from tandem.types import GenerationConfig
 
 UInt64s = npt.NDArray[np.uint64]
 Int64s = npt.NDArray[np.int64]
+Float32s = npt.NDArray[np.float32]
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -49,11 +54,16 @@ def _mix(z: UInt64s) -> UInt64s:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRow:
-    """How one sequence is sampled: its options, seed (64 bits) and the tokens that may end it."""
+    """How one sequence is sampled: its options, seed (64 bits) and the tokens that may end it.
+
+    ``raw`` and ``top`` ask for raw log-probabilities and for so many alternatives.
+    """
 
     gconfig: GenerationConfig
     seed: int
     stop_ids: tuple[int, ...]
+    raw: bool = False
+    top: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +73,131 @@ class History:
     tokens: Int64s
     prompt_lengths: Int64s
     lengths: Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One token a row. ``raw_logprobs`` is NaN for rows that did not ask, ``None`` if nobody did;
+    ``top`` has the alternatives ``(token, logprob)`` of the rows that did."""
+
+    ids: Int64s
+    logprobs: Float32s
+    raw_logprobs: Float32s | None
+    top: dict[int, list[tuple[int, float]]]
+
+
+class Sampler:
+    """The options of a fixed set of running sequences, laid out for batched use.
+
+    Build a new one whenever the set changes; an option that is off for all rows costs nothing.
+    """
+
+    def __init__(self, rows: Sequence[SamplingRow], device: torch.device) -> None:
+        configs = [row.gconfig for row in rows]
+        self._device = device
+        self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
+        greedy = [config.is_greedy for config in configs]
+        self._all_greedy = all(greedy)
+        self._greedy = torch.tensor(greedy, device=device)[:, None] if any(greedy) else None
+        heat = [1.0 if g else c.temperature for c, g in zip(configs, greedy, strict=True)]
+        self._temperature = (
+            torch.tensor(heat, dtype=torch.float32, device=device)[:, None]
+            if any(value != 1.0 for value in heat)
+            else None
+        )
+        self._filters = LogitFilters(configs, device)
+        self._min_new = np.array([config.min_new_tokens for config in configs], dtype=np.int64)
+        self._stop_ids = [row.stop_ids for row in rows]
+        self._bias = _sparse_bias(configs, device)
+        self._penalised = [i for i, config in enumerate(configs) if _is_penalised(config)]
+        self._penalties = torch.tensor(
+            [
+                (c.repetition_penalty, c.presence_penalty, c.frequency_penalty)
+                for c in (configs[i] for i in self._penalised)
+            ],
+            dtype=torch.float32,
+            device=device,
+        )
+        self._raw_rows = [i for i, row in enumerate(rows) if row.raw]
+        self._top_rows = [(i, row.top) for i, row in enumerate(rows) if row.top]
+
+    def sample(self, logits: Tensor, history: History) -> Drawn:
+        """Draw a token for every row. ``logits [n, V]`` (fp32) is overwritten.
+
+        A row without a finite distribution gets log-probability NaN.
+        """
+        raw = logits[self._raw_rows] if self._raw_rows else None
+        self._shape_logits(logits, history)
+        best = logits.argmax(dim=-1, keepdim=True) if self._greedy is not None else None
+        if self._temperature is not None:
+            logits.mul_(self._temperature.reciprocal())
+        self._filters.apply(logits)
+        sums = exp_sums(logits)
+        normaliser = combine_exp_sums([sums])
+        if best is None or not self._all_greedy:
+            uniform = torch.from_numpy(uniforms(self._seeds, history.lengths)).to(self._device)
+            ids = draw(logits, sums, uniform)
+            if best is not None and self._greedy is not None:
+                ids = torch.where(self._greedy, best, ids)
+        else:
+            ids = best
+        logprobs = normaliser.logprobs(logits.gather(1, ids)[:, 0])
+        return Drawn(
+            ids[:, 0].cpu().numpy(),
+            logprobs.float().cpu().numpy(),
+            self._raw(raw, ids),
+            self._top(logits, normaliser),
+        )
+
+    def _raw(self, raw: Tensor | None, ids: Tensor) -> Float32s | None:
+        if raw is None:
+            return None
+        logprobs = np.full(len(ids), np.nan, dtype=np.float32)
+        picked = raw.log_softmax(dim=-1).gather(1, ids[self._raw_rows])
+        logprobs[self._raw_rows] = picked[:, 0].cpu().numpy()
+        return logprobs
+
+    def _top(self, logits: Tensor, normaliser: Normaliser) -> dict[int, list[tuple[int, float]]]:
+        """Hidden tokens are no alternatives."""
+        found = {}
+        for row, count in self._top_rows:
+            values, ids = logits[row].topk(min(count, logits.shape[1]))
+            logprobs = values - normaliser.top[row] - normaliser.log_total[row]
+            pairs = zip(ids.tolist(), logprobs.tolist(), strict=True)
+            found[row] = [pair for pair in pairs if pair[1] > float("-inf")]
+        return found
+
+    def _shape_logits(self, logits: Tensor, history: History) -> None:
+        if self._bias is not None:
+            rows, ids, values = self._bias
+            logits.index_put_((rows, ids), values, accumulate=True)
+        if self._penalised:
+            self._penalise(logits, history)
+        early = np.flatnonzero(history.lengths - history.prompt_lengths < self._min_new)
+        for row in early.tolist():
+            logits[row, list(self._stop_ids[row])] = float("-inf")
+
+    def _penalise(self, logits: Tensor, history: History) -> None:
+        """Repetition over prompt and completion; presence and frequency over the completion.
+
+        Only the logits of tokens that occurred are touched.
+        """
+        picked = np.array(self._penalised)
+        width = int(history.lengths[picked].max())
+        index = np.arange(width)
+        is_token = index < history.lengths[picked, None]
+        is_new = is_token & (index >= history.prompt_lengths[picked, None])
+        first = history.tokens[picked, :1]
+        tokens = torch.from_numpy(np.where(is_token, history.tokens[picked, :width], first))
+        tokens = tokens.to(self._device)
+        rows = torch.from_numpy(picked).to(self._device)
+        counts = torch.zeros(len(picked), logits.shape[1], device=self._device)
+        counts.scatter_add_(1, tokens, torch.from_numpy(is_new).to(self._device, torch.float32))
+        made = counts.gather(1, tokens)
+        repetition, presence, frequency = self._penalties.unsqueeze(-1).unbind(1)
+        old = logits[rows[:, None], tokens]
+        new = torch.where(old > 0, old / repetition, old * repetition)
+        logits[rows[:, None], tokens] = new - presence * (made > 0) - frequency * made
 
 
 def draw(logits_NV: Tensor, sums: ExpSums, uniform_N: Tensor) -> Tensor:
@@ -91,130 +226,24 @@ def _below(target: Tensor, cdf: Tensor) -> Tensor:
     return torch.minimum(target, torch.nextafter(last, torch.zeros_like(last)))
 
 
-class Sampler:
-    """The options of a fixed set of running sequences, laid out for batched use.
+def _is_penalised(config: GenerationConfig) -> bool:
+    penalties = (config.repetition_penalty, config.presence_penalty, config.frequency_penalty)
+    return penalties != (1.0, 0.0, 0.0)
 
-    Build a new one whenever the set changes; an option that is off for all rows costs nothing.
-    """
 
-    def __init__(self, rows: Sequence[SamplingRow], device: torch.device) -> None:
-        configs = [row.gconfig for row in rows]
-        self._device = device
-        self._seeds = np.array([row.seed for row in rows], dtype=np.uint64)
-        greedy = [config.is_greedy for config in configs]
-        self._greedy = self._floats(greedy, False, torch.bool)
-        sampled = [(c, not g) for c, g in zip(configs, greedy, strict=True)]
-        self._temperature = self._floats([c.temperature if s else 1.0 for c, s in sampled], 1.0)
-        self._top_k = self._floats([c.top_k if s else 0 for c, s in sampled], 0, torch.int64)
-        self._top_p = self._floats([c.top_p if s else 1.0 for c, s in sampled], 1.0)
-        self._min_p = self._floats([c.min_p if s else 0.0 for c, s in sampled], 0.0)
-        self._min_new = np.array([config.min_new_tokens for config in configs], dtype=np.int64)
-        self._stop_ids = [row.stop_ids for row in rows]
-        self._bias = self._sparse_bias(configs)
-        self._penalised = [
-            i
-            for i, c in enumerate(configs)
-            if (c.repetition_penalty, c.presence_penalty, c.frequency_penalty) != (1.0, 0.0, 0.0)
-        ]
-        self._penalties = torch.tensor(
-            [
-                (c.repetition_penalty, c.presence_penalty, c.frequency_penalty)
-                for c in (configs[i] for i in self._penalised)
-            ],
-            dtype=torch.float32,
-            device=device,
-        )
-
-    def sample(self, logits: Tensor, history: History) -> tuple[Int64s, npt.NDArray[np.float32]]:
-        """Token ids and log-probabilities, one a row. ``logits [n, V]`` (fp32) is overwritten.
-
-        A row without a finite distribution gets log-probability NaN.
-        """
-        self._shape_logits(logits, history)
-        best = logits.argmax(dim=-1, keepdim=True) if self._greedy is not None else None
-        if self._temperature is not None:
-            logits.mul_(self._temperature.reciprocal())
-        if self._top_k is not None or self._top_p is not None:
-            self._keep_top(logits)
-        if self._min_p is not None:
-            floor = logits.amax(dim=-1, keepdim=True) + self._min_p.log()
-            logits.masked_fill_(logits < floor, float("-inf"))
-        uniform = torch.from_numpy(uniforms(self._seeds, history.lengths)).to(self._device)
-        sums = exp_sums(logits)
-        ids = draw(logits, sums, uniform)
-        if self._greedy is not None and best is not None:
-            ids = torch.where(self._greedy, best, ids)
-        logprobs = combine_exp_sums([sums]).logprobs(logits.gather(1, ids)[:, 0])
-        return ids[:, 0].cpu().numpy(), logprobs.float().cpu().numpy()
-
-    def _shape_logits(self, logits: Tensor, history: History) -> None:
-        if self._bias is not None:
-            rows, ids, values = self._bias
-            logits.index_put_((rows, ids), values, accumulate=True)
-        if self._penalised:
-            self._penalise(logits, history)
-        early = np.flatnonzero(history.lengths - history.prompt_lengths < self._min_new)
-        for row in early.tolist():
-            logits[row, list(self._stop_ids[row])] = float("-inf")
-
-    def _penalise(self, logits: Tensor, history: History) -> None:
-        """Repetition over prompt and completion; presence and frequency over the completion."""
-        rows = torch.tensor(self._penalised, device=self._device)
-        picked = np.array(self._penalised)
-        index = np.arange(history.tokens.shape[1])
-        is_token = index < history.lengths[picked, None]
-        is_new = is_token & (index >= history.prompt_lengths[picked, None])
-        tokens = torch.from_numpy(np.where(is_token, history.tokens[picked], 0)).to(self._device)
-        repetition, presence, frequency = self._penalties.unsqueeze(-1).unbind(1)
-
-        def count(mask: npt.NDArray[np.bool_]) -> Tensor:
-            ones = torch.from_numpy(mask.astype(np.float32)).to(self._device)
-            return torch.zeros_like(logits[rows]).scatter_add_(1, tokens, ones)
-
-        new = logits[rows]
-        penalised = torch.where(new > 0, new / repetition, new * repetition)
-        new = torch.where(count(is_token) > 0, penalised, new)
-        made = count(is_new)
-        logits[rows] = new - presence * (made > 0) - frequency * made
-
-    def _keep_top(self, logits: Tensor) -> None:
-        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
-        hidden = torch.zeros_like(ordered, dtype=torch.bool)
-        if self._top_k is not None:
-            rank = torch.arange(logits.shape[1], device=self._device)
-            hidden |= (self._top_k > 0) & (rank >= self._top_k)
-            ordered = ordered.masked_fill(hidden, float("-inf"))
-        if self._top_p is not None:
-            probs = ordered.softmax(dim=-1)
-            before = probs.cumsum(dim=-1, dtype=torch.float64) - probs
-            hidden |= (self._top_p < 1) & (before >= self._top_p)
-        hidden[:, 0] = False
-        logits.masked_fill_(hidden.scatter(1, order, hidden), float("-inf"))
-
-    def _floats(
-        self,
-        values: Sequence[float | bool],
-        neutral: float | bool,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor | None:
-        """A column ``[n, 1]``, or ``None`` if every row has the neutral value."""
-        if all(value == neutral for value in values):
-            return None
-        return torch.tensor(values, dtype=dtype, device=self._device)[:, None]
-
-    def _sparse_bias(
-        self, configs: Sequence[GenerationConfig]
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        entries = [
-            (row, token, value)
-            for row, config in enumerate(configs)
-            for token, value in config.logit_bias.items()
-        ]
-        if not entries:
-            return None
-        rows, tokens, values = zip(*entries, strict=True)
-        return (
-            torch.tensor(rows, device=self._device),
-            torch.tensor(tokens, device=self._device),
-            torch.tensor(values, dtype=torch.float32, device=self._device),
-        )
+def _sparse_bias(
+    configs: Sequence[GenerationConfig], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    entries = [
+        (row, token, value)
+        for row, config in enumerate(configs)
+        for token, value in config.logit_bias.items()
+    ]
+    if not entries:
+        return None
+    rows, tokens, values = zip(*entries, strict=True)
+    return (
+        torch.tensor(rows, device=device),
+        torch.tensor(tokens, device=device),
+        torch.tensor(values, dtype=torch.float32, device=device),
+    )

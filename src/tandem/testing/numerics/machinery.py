@@ -16,6 +16,7 @@ from tandem.data.packing import (
 from tandem.errors import DataError
 from tandem.rollout.staleness import StalenessLedger, capacity_at_version
 from tandem.testing.numerics.case import Case, Results
+from tandem.types import EpisodeState
 
 
 def check_alignment(case: Case) -> Results:
@@ -132,9 +133,9 @@ def _after_events(case: Case) -> Results:
             elif verb == "accept":
                 ledger.finish(running.pop(0), case.inputs["version"], case.inputs["version"])
             elif verb == "reject":
-                ledger.reject(running.pop(0))
+                ledger.close(running.pop(0), EpisodeState.REJECTED)
             else:
-                ledger.fail(running.pop(0))
+                ledger.close(running.pop(0), EpisodeState.FAILED)
     counts = ledger.counts()
     after = {
         "accepted": ledger.accepted,

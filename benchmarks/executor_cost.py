@@ -1,0 +1,173 @@
+"""What the executor costs per trivial episode: grouping, reward and the durable store included.
+
+The same coroutines run bare under asyncio first; what an episode takes beyond that is the
+executor's. Batches are handed over and consumed as a trainer would. Processor time of the process,
+one thread; the minimum of several rounds.
+
+    python benchmarks/executor_cost.py --in-flight 10 100 1000 10000
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from tensordict import TensorDict
+
+from tandem.config.schema import RolloutConfig
+from tandem.rollout import RolloutWorkflow, ScriptedInferenceEngine
+from tandem.rollout.rewards import load_function
+from tandem.rollout.scoring import Reward
+from tandem.store import STORE_FILE, SqliteStore, StoreWriter
+from tandem.types import GenerationConfig, Prompt, WeightVersion
+
+GROUP = 2
+WIDTH = 16
+
+
+class Trivial(RolloutWorkflow):
+    """Yields to the loop once, scores two made-up completions, returns their rows."""
+
+    def __init__(self) -> None:
+        self.reward = Reward(load_function("exact_match", {}))
+        mask = torch.ones(GROUP, WIDTH, dtype=torch.bool)
+        trained = mask.clone()
+        trained[:, :4] = False
+        self.rows = {
+            "input_ids": torch.arange(GROUP * WIDTH).reshape(GROUP, WIDTH),
+            "attention_mask": mask,
+            "loss_mask": trained,
+            "logprobs": torch.full((GROUP, WIDTH), -0.5),
+            "temperature": torch.ones(GROUP),
+            "truncated": torch.zeros(GROUP, dtype=torch.bool),
+        }
+
+    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> TensorDict:
+        await asyncio.sleep(0)
+        scores = [
+            await self.reward.score(
+                prompt="2 + 2 =",
+                completion="4",
+                prompt_ids=(1, 2, 3, 4),
+                completion_ids=(5, 6),
+                data={"answer": "4"},
+            )
+            for _ in range(GROUP)
+        ]
+        versions = torch.full((GROUP, WIDTH), engine.get_version())
+        versions[:, :4] = -1
+        rewards = torch.tensor(scores)
+        return TensorDict(
+            {**self.rows, "versions": versions, "rewards": rewards}, batch_size=[GROUP]
+        )
+
+
+class Prompts:
+    """As many prompts as anyone asks for."""
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def prompt(self, epoch: int, position: int) -> Prompt:
+        return Prompt(epoch, position, {"question": "2 + 2 ="})
+
+
+class Fixed:
+    """An engine that only knows its version."""
+
+    def get_version(self) -> int:
+        return 0
+
+
+def bare_us(count: int) -> float:
+    """The coroutines alone, all at once."""
+    workflow = Trivial()
+
+    async def run() -> None:
+        engine: Any = Fixed()
+        await asyncio.gather(*[workflow.arun_episode(engine, {}) for _ in range(count)])
+
+    began = time.process_time()
+    asyncio.run(run())
+    return (time.process_time() - began) / count * 1e6
+
+
+def executor_us(count: int, in_flight: int, folder: Path | None) -> float:
+    """Through the executor, ``in_flight`` at a time; with a store in ``folder`` or without."""
+    config = RolloutConfig(
+        batch_size=in_flight,
+        group_size=GROUP,
+        max_concurrent=in_flight,
+        max_staleness=1,
+        generation=GenerationConfig(max_new_tokens=WIDTH),
+    )
+    store = writer = None
+    if folder is not None:
+        folder.mkdir()
+        store = SqliteStore(folder / STORE_FILE)
+        writer = StoreWriter(store, "benchmark")
+    engine = ScriptedInferenceEngine(config, writer=writer)
+    engine.initialize()
+    backend: Any = engine.backend
+    workflow, source = Trivial(), Prompts()
+
+    def step() -> None:
+        engine.prepare_batch(source, workflow)
+        backend._version = WeightVersion("benchmark", engine.get_version() + 1)
+        engine.set_version(engine.get_version())
+
+    step()
+    began = time.process_time()
+    steps = max(1, count // in_flight)
+    for _ in range(steps):
+        step()
+    if writer is not None:
+        writer.flush()
+    taken = time.process_time() - began
+    engine.destroy()
+    if writer is not None and store is not None:
+        writer.close()
+        store.close()
+    return taken / (steps * in_flight) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--in-flight", type=int, nargs="+", default=[10, 100, 1000, 10000])
+    parser.add_argument("--episodes", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = Path(tempfile.mkdtemp(prefix="executor-cost-"))
+    bare_us(1000)
+    for in_flight in arguments.in_flight:
+        rounds = []
+        for number in range(arguments.rounds):
+            bare = bare_us(in_flight)
+            memory = executor_us(arguments.episodes, in_flight, None)
+            stored = executor_us(arguments.episodes, in_flight, folder / f"{in_flight}-{number}")
+            rounds.append((bare, memory, stored))
+        bare, memory, stored = (min(column) for column in zip(*rounds, strict=True))
+        result = {
+            "in_flight": in_flight,
+            "bare_us": round(bare, 1),
+            "executor_us": round(memory - bare, 1),
+            "executor_and_store_us": round(stored - bare, 1),
+        }
+        print(json.dumps(result), flush=True)
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()

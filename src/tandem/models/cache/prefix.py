@@ -1,0 +1,84 @@
+"""The prefix store: blocks of keys and values that outlive the sequence that made them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.models.cache.blocks import BlockPool
+from tandem.models.cache.rows import KVCache
+from tandem.types import WeightVersion
+
+FIRST_SLOTS = 64
+
+
+class PrefixStore:
+    """Copies full blocks out of rows and back; keys hold the tokens and the weights they belong to.
+
+    A capacity of 0 turns it off.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.pool = BlockPool(capacity)
+        self._slots = 0
+        self._stores: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(item.numel() * item.element_size() for item in self._stores.values())
+
+    def match(self, version: WeightVersion, keys: Sequence[bytes]) -> list[int]:
+        """The blocks filed for the longest prefix that ``keys`` describe under ``version``."""
+        return self.pool.find((version, key) for key in keys)
+
+    def load(self, cache: KVCache, row: int, blocks: Sequence[int]) -> None:
+        """Copy ``blocks`` to the beginning of ``row``."""
+        index = torch.tensor(blocks, device=cache.device)
+        places = torch.arange(len(blocks), device=cache.device)
+        rows = torch.full_like(places, row)
+        for at, store in enumerate(cache.stores()):
+            for layer, item in store.items():
+                KVCache.blocked(item)[rows, :, places] = self._stores[at, layer][index]
+
+    def file(
+        self, cache: KVCache, row: int, version: WeightVersion, keys: Sequence[bytes]
+    ) -> list[int]:
+        """File the first ``len(keys)`` blocks of ``row``; hold and return them.
+
+        Fewer come back when everything else in the store is in use.
+        """
+        held = self.match(version, keys)
+        self.pool.hold(held)
+        first = len(held)
+        for key in keys[first:]:
+            block = self.pool.file((version, key))
+            if block is None:
+                break
+            held.append(block)
+        if len(held) > first:
+            self._copy_in(cache, row, held, first)
+        return held
+
+    def _copy_in(self, cache: KVCache, row: int, held: Sequence[int], first: int) -> None:
+        self._reserve(cache, max(held) + 1)
+        index = torch.tensor(held[first:], device=cache.device)
+        places = torch.arange(first, len(held), device=cache.device)
+        rows = torch.full_like(places, row)
+        for at, store in enumerate(cache.stores()):
+            for layer, item in store.items():
+                self._stores[at, layer][index] = KVCache.blocked(item)[rows, :, places]
+
+    def _reserve(self, cache: KVCache, slots: int) -> None:
+        if slots <= self._slots:
+            return
+        self._slots = min(self.pool.capacity, max(slots, 2 * self._slots, FIRST_SLOTS))
+        for at, store in enumerate(cache.stores()):
+            for layer, item in store.items():
+                shape = KVCache.blocked(item).shape
+                grown = item.new_empty(self._slots, shape[1], shape[3], shape[4])
+                old = self._stores.get((at, layer))
+                if old is not None:
+                    grown[: old.shape[0]] = old
+                self._stores[at, layer] = grown

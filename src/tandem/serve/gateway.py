@@ -1,0 +1,260 @@
+"""The gateway: a loopback HTTP server, in a thread of its own, that gives each episode a key.
+
+    agent (anywhere)                 gateway thread                   engine
+    ----------------                 --------------                   ------
+    POST .../chat/completions  --->  checks, renders, asks       ---> agenerate: waits while paused,
+    waits for the answer       <---  remembers ids, answers      <--- goes on under new weights
+
+What a request means is in ``session``; nothing here knows tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from tandem.errors import EngineError, TandemError
+from tandem.serve.answers import Answer, event_of
+from tandem.serve.http import DeadlineProtocol
+from tandem.serve.protocol import ChatRequest, CompletionRequest
+from tandem.serve.session import Session
+from tandem.serve.strict import RequestError, parse, read_body
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine
+
+log = logging.getLogger(__name__)
+
+MAX_HEADER_BYTES = 32 << 10
+START_TIMEOUT_S = 20.0
+HEARTBEAT_S = 10.0
+"""Between the comments that keep a waiting stream alive."""
+
+
+class Gateway:
+    """Serves sessions at ``http://127.0.0.1:PORT/e/ID/v1``; ``default`` also at ``/v1``.
+
+    Started at the first ``open``; ``close`` ends it. Thread-safe.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        self._host = host
+        self._port = port
+        self._sessions: dict[str, Session] = {}
+        self._default: Session | None = None
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._server: _Server | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def address(self) -> str:
+        """``http://HOST:PORT``; starts the server."""
+        with self._lock:
+            self._start()
+            return f"http://{self._host}:{self._port}"
+
+    def open(self, session: Session) -> str:
+        """Serve ``session``; returns its base URL."""
+        address = self.address
+        self._sessions[session.id] = session
+        return f"{address}/e/{session.id}/v1"
+
+    def serve_as_default(self, session: Session) -> str:
+        """Serve ``session`` without a name in the URL; an empty key lets everyone in."""
+        self._default = session
+        return f"{self.address}/v1"
+
+    def end(self, session: Session) -> None:
+        """Refuse further requests of ``session`` and cancel those under way."""
+        session.is_closed = True
+        self._sessions.pop(session.id, None)
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(session.close)
+
+    def close(self) -> None:
+        """End the server and every request. Idempotent."""
+        with self._lock:
+            server, thread = self._server, self._thread
+            self._server = self._thread = None
+        if server is not None and thread is not None:
+            server.should_exit = server.force_exit = True
+            thread.join(START_TIMEOUT_S)
+
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self._host, self._port))
+        except OSError as error:
+            listener.close()
+            raise EngineError(
+                f"gateway: cannot listen on {self._host}:{self._port}: {error}"
+            ) from None
+        self._port = listener.getsockname()[1]
+        config = uvicorn.Config(
+            self._app(),
+            http=DeadlineProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _Server(config)
+        started = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(self._server, listener, started), daemon=True
+        )
+        self._thread.name = "tandem-gateway"
+        self._thread.start()
+        if not started.wait(START_TIMEOUT_S):
+            raise EngineError(f"gateway: the server did not start within {START_TIMEOUT_S:g} s")
+
+    def _run(self, server: _Server, listener: socket.socket, started: threading.Event) -> None:
+        async def serve() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.call_soon(started.set)
+            await server.serve(sockets=[listener])
+
+        try:
+            asyncio.run(serve())
+        finally:
+            listener.close()
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _app(self) -> FastAPI:
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        for prefix in ("/e/{session_id}/v1", "/v1"):
+            app.add_api_route(
+                f"{prefix}/chat/completions", self._chat, methods=["POST"], response_model=None
+            )
+            app.add_api_route(
+                f"{prefix}/completions", self._complete, methods=["POST"], response_model=None
+            )
+            app.add_api_route(
+                f"{prefix}/models", self._models, methods=["GET"], response_model=None
+            )
+        app.add_api_route("/health", self._health, methods=["GET"], response_model=None)
+        return app
+
+    async def _health(self) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def _models(self, request: Request) -> Response:
+        try:
+            session = self._session(request)
+        except RequestError as error:
+            return _refusal(error)
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "tandem"}
+        version = session.engine.get_version()
+        return JSONResponse({"object": "list", "data": [{**model, "version": version}]})
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._serve(request, ChatRequest, Session.chat)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._serve(request, CompletionRequest, Session.complete)
+
+    async def _serve(
+        self,
+        request: Request,
+        model: type[Any],
+        answer: Callable[[Session, Any], Coroutine[Any, Any, Answer]],
+    ) -> Response:
+        try:
+            session = self._session(request)
+            asked = parse(model, await read_body(request))
+            work = asyncio.ensure_future(_answered(answer(session, asked)))
+            if asked.stream:
+                usage = asked.stream_options is not None and asked.stream_options.include_usage
+                return StreamingResponse(_events(work, usage), media_type="text/event-stream")
+            return JSONResponse((await _or_gone(request, work)).whole())
+        except RequestError as error:
+            return _refusal(error)
+
+    def _session(self, request: Request) -> Session:
+        session_id = request.path_params.get("session_id")
+        session = self._default if session_id is None else self._sessions.get(session_id)
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        key = session.key if session is not None else secrets.token_hex(16)
+        is_right = not key or secrets.compare_digest(given.encode(), key.encode())
+        if session is None or session.is_closed or not is_right:
+            raise RequestError(401, "no such episode, or a wrong key", code="invalid_api_key")
+        return session
+
+
+class _Server(uvicorn.Server):
+    """Signals are the main thread's matter."""
+
+    def capture_signals(self) -> Any:
+        return nullcontext()
+
+
+async def _answered(answer: Coroutine[Any, Any, Answer]) -> Answer:
+    """Errors of the engine as answers; anything else is a bug and is logged."""
+    try:
+        return await answer
+    except TandemError as error:
+        raise RequestError(503, f"{type(error).__name__}: {error}") from error
+    except (RequestError, asyncio.CancelledError):
+        raise
+    except Exception as error:
+        log.exception("gateway: a request failed")
+        raise RequestError(500, f"{type(error).__name__}: {error}") from error
+
+
+async def _or_gone(request: Request, work: asyncio.Future[Answer]) -> Answer:
+    """The answer, unless the client goes away first: then the work is cancelled."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        waited: set[asyncio.Future[Any]] = {work, gone}
+        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise RequestError(499, "the client went away")
+        return work.result()
+    finally:
+        gone.cancel()
+        work.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _events(work: asyncio.Future[Answer], include_usage: bool) -> AsyncIterator[str]:
+    """The stream of an answer. Tokens come when the last is made; until then it says it lives."""
+    try:
+        while not (await asyncio.wait({work}, timeout=HEARTBEAT_S))[0]:
+            yield ": waiting\n\n"
+        try:
+            answer = work.result()
+        except RequestError as error:
+            yield event_of(error.body())
+            return
+        for event in answer.events(include_usage=include_usage):
+            yield event
+    finally:
+        work.cancel()
+
+
+def _refusal(error: RequestError) -> Response:
+    return JSONResponse(error.body(), status_code=error.status)

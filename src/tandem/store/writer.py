@@ -1,0 +1,118 @@
+"""The one writer of a store: a thread that commits in groups whatever was put since the last time.
+
+What is written, and what follows from it, is decided by whoever puts it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tandem.errors import StoreError
+from tandem.store.contract import TrajectoryStore
+from tandem.store.records import Change, Event
+
+FLUSH_TIMEOUT_S = 120.0
+
+
+class StoreWriter:
+    """Owned by the run's main process. ``put`` never blocks; order is kept.
+
+    ``on_written`` is called from the writing thread with every group that is now kept, ``on_error``
+    once when writing failed; from then on every call raises that error.
+    """
+
+    def __init__(self, store: TrajectoryStore, incarnation: str) -> None:
+        self.store = store
+        self.incarnation = incarnation
+        self.on_written: Callable[[Sequence[Change]], None] | None = None
+        self.on_error: Callable[[BaseException], None] | None = None
+        self._last_key = store.last_key()
+        self._pending: list[Change] = []
+        self._is_writing = False
+        self._is_closing = False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="tandem-store", daemon=True)
+        self._thread.start()
+
+    def next_key(self) -> int:
+        """A key for the next attempt; to be put in this order."""
+        self._last_key += 1
+        return self._last_key
+
+    def put(self, *changes: Change) -> None:
+        """Queue changes for the next group."""
+        with self._changed:
+            self._raise_if_broken()
+            if not self._pending:
+                self._changed.notify_all()
+            self._pending.extend(changes)
+
+    def log(self, kind: str, version: int, detail: Mapping[str, Any]) -> None:
+        """Queue an entry of the schedule."""
+        self.put(Event(kind, version, self.incarnation, detail, at=time.time()))
+
+    def flush(self) -> None:
+        """Return when everything put so far is written.
+
+        Raises:
+            StoreError: writing failed, or took longer than ``FLUSH_TIMEOUT_S``.
+        """
+        with self._changed:
+            is_done = self._changed.wait_for(self._is_idle, FLUSH_TIMEOUT_S)
+            self._raise_if_broken()
+            if not is_done:
+                raise StoreError(
+                    f"the store has not written {len(self._pending)} changes within "
+                    f"{FLUSH_TIMEOUT_S:g} s; is the disk alive?"
+                )
+
+    def sync(self) -> None:
+        """``flush``, and what is written survives a power failure."""
+        self.flush()
+        self.store.sync()
+
+    def close(self) -> None:
+        """Write what is left and end the thread; the store stays open. Idempotent."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        self._thread.join(FLUSH_TIMEOUT_S)
+
+    def _is_idle(self) -> bool:
+        return self._error is not None or not (self._pending or self._is_writing)
+
+    def _raise_if_broken(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self._is_closing:
+            raise StoreError("the store's writer was closed")
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_closing)
+                group, self._pending = self._pending, []
+                self._is_writing = bool(group)
+            if not group:
+                return
+            try:
+                self.store.write(group)
+                if self.on_written is not None:
+                    self.on_written(group)
+            except Exception as error:
+                self._fail(error)
+                return
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        with self._changed:
+            self._error, self._is_writing = error, False
+            self._changed.notify_all()
+        if self.on_error is not None:
+            self.on_error(error)
