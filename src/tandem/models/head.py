@@ -120,7 +120,9 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, logsumexp, entropy, kept = ctx.saved_tensors
         projection = _Projection(hidden, weight, bias, temperature, ctx.chunk)
-        slopes = _Slopes(logsumexp, *grads, entropy, projection.scale[:, 0])
+        of_logprob, of_entropy = grads
+        scale = projection.scale[:, 0]
+        slopes = _Slopes(logsumexp, of_logprob, of_entropy, entropy, scale)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_hidden = None
         if needs_hidden:
