@@ -20,6 +20,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import permutations
@@ -138,15 +139,13 @@ def start(config: Any, kill: Kill | None, *, resume: bool) -> int:
 
 
 def _run(config: Any, kill: Kill | None, run_dir: Path, *, resume: bool) -> int:
-    import traceback
-
     from tandem.errors import TandemError
     from tandem.trainers import run_rl
 
-    _record_training(run_dir)
-    if kill is not None:
-        _arm(kill, run_dir)
     try:
+        _record_training(run_dir)
+        if kill is not None:
+            _arm(kill, run_dir)
         run_rl(config, resume=resume)
     except TandemError as error:
         traceback.print_exc()
@@ -166,17 +165,17 @@ def _append(path: Path, record: dict[str, Any]) -> None:
 
 def _record_training(run_dir: Path) -> None:
     """``trained.jsonl`` gets the episodes of every batch that training begins with."""
-    from tandem.trainers import rl
+    from tandem.trainers.rl_learner import Learner
 
-    original = rl.learn
+    original = Learner.learn
 
-    def learn(batch: Any, engine: Any, *arguments: Any, **options: Any) -> Any:
+    def learn(self: Any, batch: Any, *arguments: Any, **options: Any) -> Any:
         episodes = sorted(set(batch["episode_ids"].tolist()))
-        step = engine.get_version() + 1
+        step = self.policy.get_version() + 1
         _append(run_dir / "trained.jsonl", {"step": step, "episodes": episodes})
-        return original(batch, engine, *arguments, **options)
+        return original(self, batch, *arguments, **options)
 
-    rl.learn = learn
+    Learner.learn = learn  # type: ignore[method-assign]
 
 
 def _arm(kill: Kill, run_dir: Path) -> None:

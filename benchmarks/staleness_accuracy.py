@@ -32,11 +32,13 @@ def main() -> None:
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     arguments.add_argument("--problems", type=int, default=1000)
     arguments.add_argument("--set", nargs="*", default=[], help="section.key=value overrides")
+    arguments.add_argument("--output-dir", help="keep the runs here (default: a temporary folder)")
     options = arguments.parse_args()
     overrides = [f"eval.data.size={options.problems}", *options.set]
     found: dict[str, list[dict[str, Any]]] = {"asynchronous": [], "synchronous": []}
     for seed in options.seeds:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = options.output_dir or scratch
             run = run_once(options.recipe, seed, overrides, f"{folder}/asynchronous")
             warm = Path(run["model_dir"]).parent / "warmup" / "model"
             start = (

@@ -36,16 +36,21 @@ def make_engine(model_path):
         engine.destroy()
 
 
+def make_sequences():
+    """Token ids of each row, and what of them is trained on."""
+    generator = torch.Generator().manual_seed(5)
+    sequences = [torch.randint(VOCABULARY, (n,), generator=generator) for n in LENGTHS]
+    return sequences, [torch.arange(n) >= k for n, k in zip(LENGTHS, PROMPTS, strict=True)]
+
+
 @pytest.fixture
 def sequences():
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(VOCABULARY, (n,), generator=generator) for n in LENGTHS]
+    return make_sequences()[0]
 
 
 @pytest.fixture
 def masks():
-    """True on the tokens that are trained on."""
-    return [torch.arange(n) >= k for n, k in zip(LENGTHS, PROMPTS, strict=True)]
+    return make_sequences()[1]
 
 
 def gradients_of(engine):

@@ -9,7 +9,7 @@ from tandem.compat.verl_batch import select_rows
 from tandem.config.schema import LoraConfig, TrainConfig
 from tandem.errors import CapabilityError, ConfigError, DataError
 from tandem.types import FinetuneSpec
-from tests.compat.conftest import LENGTHS, PROMPTS, gradients_of
+from tests.compat.conftest import LENGTHS, gradients_of
 from tests.tolerance import assert_close
 from tests.train import reference
 
@@ -27,8 +27,6 @@ def jagged(rows):
 
 def make_batch(sequences, masks, **settings):
     fields = {"input_ids": jagged(sequences), "loss_mask": jagged(masks)}
-    fields["prompts"] = jagged(ids[:k] for ids, k in zip(sequences, PROMPTS, strict=True))
-    fields["responses"] = jagged(ids[k:] for ids, k in zip(sequences, PROMPTS, strict=True))
     batch = TensorDict(fields, batch_size=[len(sequences)])
     for name, value in settings.items():
         batch.set_non_tensor(name, value)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+import types
+from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
@@ -20,6 +23,12 @@ from tests.train.conftest import VOCABULARY, save_qwen3
 collect_ignore = [
     f"test_{name}.py" for name in ("verl", "areal", "trl") if importlib.util.find_spec(name) is None
 ]
+
+if importlib.util.find_spec("areal") is not None:
+    # Its logger imports them, these tests never log, and their pins fight with ours.
+    for tracker in ("swanlab", "trackio"):
+        sys.modules[tracker] = types.ModuleType(tracker)
+        sys.modules[tracker].__spec__ = ModuleSpec(tracker, None)
 
 os.environ.setdefault("VERL_PLATFORM", "cpu")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

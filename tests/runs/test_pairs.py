@@ -103,7 +103,7 @@ def test_a_warmed_up_model_learns_the_preference(
 def test_a_reward_model_learns_which_answer_is_right(
     reward_bed: Bed, pair_files: dict[str, Path]
 ) -> None:
-    summary = run_reward(reward_bed.config("reward.steps=80"))
+    summary = run_reward(reward_bed.config("reward.steps=120", "reward.train.lr=1e-3"))
     assert summary["accuracy_after"] >= max(0.9, summary["accuracy_before"] + 0.2)
     model = AutoModelForSequenceClassification.from_pretrained(summary["model_dir"]).eval()
     tokenizer = load_tokenizer(summary["model_dir"])

@@ -17,7 +17,7 @@ from tandem.data.batch import collate
 from tandem.errors import ConfigError
 from tandem.models.loading import load_tokenizer
 from tandem.train.local import LocalRewardEngine
-from tandem.trainers import run_rl
+from tandem.trainers import run_replay, run_rl
 from tandem.types import SaveLoadMeta
 from tests.runs.conftest import Bed, Warmed, capital, metrics
 
@@ -54,7 +54,7 @@ def test_ppo_with_a_critic_learns(bed: Bed):
     assert {"critic/grad_norm", "critic/lr", "critic/vf_clipfrac"} <= rows[0].keys()
 
 
-def test_ppo_resumes_bit_for_bit(bed: Bed):
+def test_ppo_resumes_and_is_replayed_bit_for_bit(bed: Bed):
     """Critic, value clip over several optimizer steps, adaptive penalty, both schedules."""
     options = (
         *PPO,
@@ -80,6 +80,7 @@ def test_ppo_resumes_bit_for_bit(bed: Bed):
     assert trained(bed) == trained(bed, "reference")
     for part in ("policy", "critic"):
         assert saved(bed, "run", 5, part) == saved(bed, "reference", 5, part)
+    assert run_replay(bed.run_dir("reference")).last == 5
     coefs = [row["actor/kl_coef"] for row in trained(bed, "reference")]
     assert coefs[0] == coefs[1] == 0.1  # the first step only warms the critic up
     assert len(set(coefs)) > 2

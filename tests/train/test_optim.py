@@ -118,7 +118,7 @@ def test_moments_and_step_count_survive_a_resume():
     saved = {k: v.clone() for k, v in export_optimizer(optimizer, parameters).items()}
     resumed = parameter(parameters["w"].item())
     optimizer = build_optimizer(resumed, config)
-    entries = optimizer_entries(resumed, saved)
+    entries = optimizer_entries(saved)
     import_optimizer(optimizer, resumed, entries, lambda into, key: into.copy_(saved[key]))
     for gradient in (0.1, 0.1):
         step(resumed, optimizer, gradient)

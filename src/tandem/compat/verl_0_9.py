@@ -63,6 +63,9 @@ class TandemEngine(BaseEngine, VerlBaseEngine):
         steps = getattr(optimizer_config, "total_training_steps", -1)
         super().__init__(engine, ft_spec=FinetuneSpec(1, steps, 1) if steps > 0 else None)
         self._delta_shard_snap: dict[str, Tensor] = {}
+        if self.backend != "local":
+            # verl asks for the topology before it initialises, which only the ranks together know.
+            self.initialize()
 
     def get_per_tensor_param(
         self, layered_summon: bool = False, base_sync_done: bool = False, **kwargs: Any

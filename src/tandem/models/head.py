@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tandem.errors import DataError
 from tandem.models.invariant import ROWS
-from tandem.models.normaliser import SUM_BLOCK, combine_exp_sums, exp_sums
+from tandem.models.normaliser import PIECE, SUM_BLOCK, combine_exp_sums, exp_sums
 
 
 def token_logprobs(
@@ -97,57 +97,157 @@ class _TokenLogprobs(torch.autograd.Function):
         with_entropy: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor | None]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        scale = temperature.to(dtype).reciprocal()[:, None]
-        size = _block_size(hidden.shape[0], weight.shape[0], chunk)
-        is_whole = size >= weight.shape[0]
-        chosen = torch.zeros_like(scale[:, 0])
+        projection = _Projection(hidden, weight, bias, temperature, chunk)
+        chosen = torch.zeros_like(projection.scale[:, 0])
         sums = []
-        for start in range(0, weight.shape[0], size):
-            logits = _logits(hidden, weight, bias, scale, start, size)
-            _pick(chosen, logits, targets, start)
-            # A vocabulary that fits one block is kept: no second product in the backward pass.
-            kept = logits if is_whole else None
+        logits = None
+        for start in projection.starts:
+            logits = projection.logits(start)
+            inside, local = _targets_in(targets, start, logits)
+            chosen[inside] = logits[inside, local]
             sums.append(exp_sums(logits, with_moments=with_entropy))
-            del logits
         normaliser = combine_exp_sums(sums)
         entropy = normaliser.entropy() if with_entropy else None
         logsumexp = normaliser.top + normaliser.log_total
-        ctx.save_for_backward(hidden, weight, bias, targets, scale, logsumexp, entropy, kept)
-        ctx.size = size
+        # A vocabulary that fits one block is kept: no second product in the backward pass.
+        kept = logits if len(sums) == 1 else None
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, logsumexp, entropy, kept)
+        ctx.chunk = chunk
         ctx.set_materialize_grads(False)  # an unused entropy costs nothing in the backward pass
         return normaliser.logprobs(chosen), entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, scale, logsumexp, entropy, kept = ctx.saved_tensors
-        grad_logprob, grad_entropy = grads
-        if grad_logprob is None:
-            grad_logprob = torch.zeros_like(logsumexp)
+        hidden, weight, bias, targets, temperature, logsumexp, entropy, kept = ctx.saved_tensors
+        projection = _Projection(hidden, weight, bias, temperature, ctx.chunk)
+        slopes = _Slopes(logsumexp, *grads, entropy, projection.scale[:, 0])
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden, dtype=scale.dtype) if needs_hidden else None
+        grad_hidden = None
+        if needs_hidden:
+            grad_hidden = torch.zeros_like(hidden, dtype=projection.dtype)
         grad_weight = torch.empty_like(weight) if needs_weight else None
         grad_bias = torch.empty_like(bias) if needs_bias else None
-        for start in range(0, weight.shape[0], ctx.size):
-            if kept is None:
-                log_probs = _logits(hidden, weight, bias, scale, start, ctx.size)
-            else:
-                log_probs = kept.clone()
-            log_probs.sub_(logsumexp[:, None])
-            grad = _logit_gradient(log_probs, grad_logprob, grad_entropy, entropy)
-            _add_at_targets(grad, targets, start, grad_logprob)
-            grad = grad.mul_(scale).to(hidden.dtype)
-            block = slice(start, start + ctx.size)
+        for start in projection.starts:
+            logits = projection.logits(start) if kept is None else kept
+            grad = slopes.to_logits(logits, targets, start, projection.result(logits, kept))
+            block = slice(start, start + grad.shape[1])
             if grad_hidden is not None:
-                grad_hidden.add_(grad @ weight[block].to(hidden.dtype))
+                grad_hidden.add_(grad @ projection.weight(start))
             if grad_weight is not None:
-                grad_weight[block] = (grad.T @ hidden).to(weight.dtype)
+                _product_into(grad_weight[block], grad.T, hidden)
             if grad_bias is not None:
                 grad_bias[block] = grad.sum(0).to(bias.dtype)
-            del log_probs, grad
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
+
+
+class _Projection:
+    """Blocks of the logits, one after the other in the same memory.
+
+    Fresh memory for every block would be handed out page by page and cleared by the system, which
+    takes about as long as the arithmetic on it.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: Tensor,
+        chunk: int,
+    ) -> None:
+        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self.dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self.scale = temperature.to(self.dtype).reciprocal()[:, None]
+        self._is_scaled = bool((self.scale != 1).any())
+        self._size = _block_size(hidden.shape[0], weight.shape[0], chunk)
+        self.starts = range(0, weight.shape[0], self._size)
+        self._memory: dict[torch.dtype, Tensor] = {}
+        self._weight_at = -1, weight
+
+    def logits(self, start: int) -> Tensor:
+        """Temperature-scaled logits of the block at ``start``; overwritten by the next call."""
+        weight = self.weight(start)
+        product = self._buffer(self._hidden.dtype, weight.shape[0])
+        torch.mm(self._hidden, weight.T, out=product)
+        logits = product
+        if product.dtype != self.dtype:
+            logits = self._buffer(self.dtype, weight.shape[0]).copy_(product)
+        if self._bias is not None:
+            logits.add_(self._bias[start : start + self._size].to(self.dtype))
+        return logits.mul_(self.scale) if self._is_scaled else logits
+
+    def weight(self, start: int) -> Tensor:
+        """Rows of the weight of the block at ``start``, in the dtype of the product."""
+        if self._weight_at[0] != start:
+            block = self._weight[start : start + self._size]
+            self._weight_at = start, block.to(self._hidden.dtype)
+        return self._weight_at[1]
+
+    def result(self, logits: Tensor, kept: Tensor | None) -> Tensor:
+        """Where the gradient of a block goes: over what it is made of, unless that is kept."""
+        if kept is None and logits.dtype == self._hidden.dtype:
+            return logits
+        return self._buffer(self._hidden.dtype, logits.shape[1])
+
+    def _buffer(self, dtype: torch.dtype, width: int) -> Tensor:
+        rows = self._hidden.shape[0]
+        if dtype not in self._memory:
+            whole = rows * min(self._size, self._weight.shape[0])
+            self._memory[dtype] = torch.empty(whole, dtype=dtype, device=self._hidden.device)
+        return self._memory[dtype][: rows * width].view(rows, width)
+
+
+class _Slopes:
+    """Gradient to the logits z: ``-s p (g + e (log p + H))``, and ``s g`` more at the target.
+
+    g and e are the gradients of log-probability and entropy H, s is one over the temperature.
+    """
+
+    def __init__(
+        self,
+        logsumexp: Tensor,
+        grad_logprob: Tensor | None,
+        grad_entropy: Tensor | None,
+        entropy: Tensor | None,
+        scale: Tensor,
+    ) -> None:
+        self._logsumexp, self._entropy = logsumexp, entropy
+        zeros = torch.zeros_like(logsumexp)
+        self._logprob = zeros if grad_logprob is None else grad_logprob * scale
+        self._of_entropy = None
+        if grad_entropy is not None and entropy is not None:
+            self._of_entropy = grad_entropy * scale
+
+    def to_logits(self, logits: Tensor, targets: Tensor, start: int, out: Tensor) -> Tensor:
+        """Write the gradient to scaled logits of one block into ``out``, which may be ``logits``.
+
+        Few rows at a time, so that every pass but the first finds them in the cache.
+        """
+        inside, local = _targets_in(targets, start, logits)
+        at_targets = self._to(logits[inside, local][:, None], inside)[:, 0] + self._logprob[inside]
+        rows = max(1, PIECE // (2 * logits.shape[1]))
+        for first in range(0, logits.shape[0], rows):
+            piece = slice(first, first + rows)
+            out[piece] = self._to(logits[piece], piece)
+        out[inside, local] = at_targets.to(out.dtype)
+        return out
+
+    def _to(self, logits: Tensor, rows: slice | Tensor) -> Tensor:
+        log_probs = logits - self._logsumexp[rows, None]
+        probs = log_probs.exp()
+        if self._of_entropy is None or self._entropy is None:
+            return probs.mul_(-self._logprob[rows, None])
+        factor = log_probs.add_(self._entropy[rows, None]).mul_(-self._of_entropy[rows, None])
+        return probs.mul_(factor.sub_(self._logprob[rows, None]))
+
+
+def _product_into(out: Tensor, left: Tensor, right: Tensor) -> None:
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(left @ right)
 
 
 def _block_size(rows: int, vocabulary: int, chunk: int) -> int:
@@ -156,36 +256,8 @@ def _block_size(rows: int, vocabulary: int, chunk: int) -> int:
     return vocabulary if wanted >= vocabulary else max(1, wanted // SUM_BLOCK) * SUM_BLOCK
 
 
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, start: int, size: int
-) -> Tensor:
-    """Temperature-scaled logits of one block of the vocabulary, in the dtype of ``scale``."""
-    block = slice(start, start + size)
-    logits = (hidden @ weight[block].to(hidden.dtype).T).to(scale.dtype)
-    if bias is not None:
-        logits.add_(bias[block].to(scale.dtype))
-    return logits.mul_(scale)
-
-
-def _pick(chosen: Tensor, logits: Tensor, targets: Tensor, start: int) -> None:
-    """Write the logits of those targets that lie in this block."""
+def _targets_in(targets: Tensor, start: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows whose target lies in the block at ``start``, and its columns."""
     local = targets - start
     inside = ((local >= 0) & (local < logits.shape[1])).nonzero().squeeze(-1)
-    chosen[inside] = logits[inside, local[inside]]
-
-
-def _logit_gradient(
-    log_probs: Tensor, grad_logprob: Tensor, grad_entropy: Tensor | None, entropy: Tensor | None
-) -> Tensor:
-    """Gradient to the scaled logits without the one-hot part: ``-p (g + e (log p + H))``."""
-    probs = log_probs.exp()
-    if grad_entropy is None or entropy is None:
-        return probs.mul_(-grad_logprob[:, None])
-    factor = log_probs.add_(entropy[:, None]).mul_(-grad_entropy[:, None])
-    return probs.mul_(factor.sub_(grad_logprob[:, None]))
-
-
-def _add_at_targets(grad: Tensor, targets: Tensor, start: int, grad_logprob: Tensor) -> None:
-    local = targets - start
-    inside = ((local >= 0) & (local < grad.shape[1])).nonzero().squeeze(-1)
-    grad[inside, local[inside]] += grad_logprob[inside]
+    return inside, local[inside]

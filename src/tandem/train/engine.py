@@ -258,7 +258,7 @@ class TrainEngine(ABC):
         wanted = forward_only if return_outputs is None else return_outputs
         names: Collection[str] = ()
         if wanted:
-            asked = required_outputs(loss_fn, self.output_names) & set(self.output_names)
+            asked = required_outputs(loss_fn, self.output_names) - {"logits"}
             names = asked or self.output_names
         result = self._run(data, loss_fn, loss_weight_fn, not forward_only, names)
         return BatchOutput(result.outputs, result.loss, result.metrics)

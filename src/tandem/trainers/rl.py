@@ -333,7 +333,7 @@ class RLSession:
         """Bound the trajectory store, without what the oldest checkpoint on disk may need."""
         config, step = self.config.store, self.state.step
         self.writer.store.retain(
-            needed_from=min(list_steps(self.run.dir), default=step),
+            needed_from=min(list_steps(self.run.dir), default=0),
             keep_from=None if config.keep_steps is None else step - config.keep_steps,
             max_bytes=config.max_size_mb << 20,
         )
