@@ -12,7 +12,7 @@ import torch
 from tandem.errors import ConfigError, DataError, EngineError, WeightSyncError
 from tandem.inference.clock import VirtualClock
 from tandem.inference.scripted import ScriptedBackend, ScriptedOptions
-from tandem.types import LLMResponse, ParamSpec, WeightUpdateMeta, WeightVersion
+from tandem.types import LLMRequest, LLMResponse, ParamSpec, WeightUpdateMeta, WeightVersion
 from tandem.weights import publish, release
 
 from .conftest import request
@@ -213,3 +213,12 @@ def test_cancelling_a_held_request_frees_it() -> None:
 def test_a_backend_that_was_not_started_says_so() -> None:
     with pytest.raises(EngineError, match="start"):
         asyncio.run(ScriptedBackend().generate(request((5,))))
+
+
+@pytest.mark.parametrize("extra", [{"raw_logprobs": True}, {"top_logprobs": 1}])
+def test_probabilities_that_a_script_does_not_have_are_refused(extra: dict[str, object]) -> None:
+    backend = ScriptedBackend()
+    backend.start()
+    with pytest.raises(ConfigError, match=next(iter(extra))):
+        asyncio.run(backend.generate(LLMRequest("r", (1,), **extra)))
+    backend.close()

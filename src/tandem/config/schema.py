@@ -172,6 +172,12 @@ class InferenceConfig(Section):
         crosses = self.backend == "embedded" and self.mode == "process"
         if crosses and self.transport == "inprocess":
             raise ValueError("inference.transport=inprocess needs inference.mode=inprocess")
+        is_matched = self.numerics == "matched" and self.dtype == "float32"
+        if self.compile != "off" and is_matched:
+            raise ValueError(
+                f"inference.compile={self.compile} changes the bits that inference.numerics=matched "
+                "promises; set inference.numerics=fast"
+            )
         return self
 
     @model_validator(mode="after")

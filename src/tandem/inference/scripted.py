@@ -247,6 +247,12 @@ class ScriptedBackend(GenerationBackend):
             if not self._is_started:
                 raise EngineError("the scripted backend is not started; call start() first")
         self._refuse_options(config)
+        for name in ("raw_logprobs", "top_logprobs", "prompt_logprobs"):
+            if getattr(req, name):
+                raise ConfigError(
+                    f"request {req.rid}: {name}={getattr(req, name)!r}, but the scripted backend "
+                    "computes no probabilities; leave it out"
+                )
         limit = length + config.max_new_tokens
         for name, bound in (("max_tokens", config.max_tokens), ("context", options.max_context)):
             if bound is not None and length + 1 > bound:

@@ -21,7 +21,17 @@ from tandem.types import LLMRequest, LLMResponse, WeightUpdateMeta, WeightVersio
 
 CLOSED = "the generation backend was closed; start a new one"
 CAPABILITIES = frozenset(
-    {"seed", "logprobs", "versions", "stop_strings", "interruption", "weight_update"}
+    {
+        "seed",
+        "logprobs",
+        "raw_logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "versions",
+        "stop_strings",
+        "interruption",
+        "weight_update",
+    }
 )
 
 

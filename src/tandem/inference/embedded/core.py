@@ -227,13 +227,7 @@ class EmbeddedCore:
         lanes = self._lanes
         preempted = self._scheduler.grow(lanes)
         if preempted:
-            self._scheduler.preempt(lanes, preempted)
-            self.counters.preempted += len(preempted)
-            for row in preempted:
-                if lanes.jobs[row].needs_prompt_logprobs:
-                    lanes.jobs[row].prompt_logprobs.clear()
-            self._sharing.file(lanes, preempted, self.version)
-            self._leave(preempted)
+            self._send_back(preempted)
             assert not self._scheduler.grow(lanes)
             return
         first = len(lanes)
@@ -241,6 +235,18 @@ class EmbeddedCore:
             self._sampler = None
             self._cache.reserve(len(lanes), int(lanes.lengths.max()))
             self._sharing.load(lanes, first, self.version)
+
+    def _send_back(self, rows: list[int]) -> None:
+        """Queue running requests again; what they have cached is computed anew later."""
+        lanes = self._lanes
+        self._sharing.file(lanes, rows, self.version)
+        for job in (lanes.jobs[row] for row in rows):
+            job.is_mixed = False
+            if job.needs_prompt_logprobs:
+                job.prompt_logprobs.clear()
+        self._scheduler.preempt(lanes, rows)
+        self.counters.preempted += len(rows)
+        self._leave(rows)
 
     def _note_progress(self, plan: Plan, output: Output) -> None:
         for chunk in plan.chunks:

@@ -27,7 +27,7 @@ class PrefixStore:
 
     @property
     def size_bytes(self) -> int:
-        return sum(item.numel() * item.element_size() for item in self._stores.values())
+        return sum(item.numel() * item.element_size() for item in tuple(self._stores.values()))
 
     def match(self, version: WeightVersion, keys: Sequence[bytes]) -> list[int]:
         """The blocks filed for the longest prefix that ``keys`` describe under ``version``."""

@@ -34,7 +34,9 @@ class KVCache:
     @property
     def size_bytes(self) -> int:
         return sum(
-            item.numel() * item.element_size() for store in self.stores() for item in store.values()
+            item.numel() * item.element_size()
+            for store in self.stores()
+            for item in tuple(store.values())
         )
 
     @property
