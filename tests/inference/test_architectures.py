@@ -192,7 +192,8 @@ def test_compiled_decoding_gives_the_same_numbers(
         request((3 + i, 4, 5), seed=i, max_new_tokens=9 + i, ignore_eos=True) for i in range(3)
     ]
     cores = [
-        build_core(InferenceConfig(compile=item, numerics="fast"), str(tmp_path), "inc") for item in ("off", mode)
+        build_core(InferenceConfig(compile=item, numerics="fast"), str(tmp_path), "inc")
+        for item in ("off", mode)
     ]
     for one, other in zip(*(run(core, given) for core in cores), strict=True):
         assert one.output_tokens == other.output_tokens

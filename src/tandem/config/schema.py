@@ -175,8 +175,8 @@ class InferenceConfig(Section):
         is_matched = self.numerics == "matched" and self.dtype == "float32"
         if self.compile != "off" and is_matched:
             raise ValueError(
-                f"inference.compile={self.compile} changes the bits that inference.numerics=matched "
-                "promises; set inference.numerics=fast"
+                f"inference.compile={self.compile} changes the bits that "
+                "inference.numerics=matched promises; set inference.numerics=fast"
             )
         return self
 
