@@ -198,3 +198,23 @@ def test_compiled_decoding_gives_the_same_numbers(
     for one, other in zip(*(run(core, given) for core in cores), strict=True):
         assert one.output_tokens == other.output_tokens
         assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-5)
+
+
+def test_bf16_layers_compute_many_rows_in_full_precision_and_few_near_it() -> None:
+    layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16)
+    model = torch.nn.Sequential(layer)
+    if not can_pack(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("no packed product here")
+    packed = PackedLinears(model)
+    with torch.no_grad():
+        layer.weight.mul_(3.0)
+        layer.bias.add_(1.0)
+    packed.refresh()
+    rows = torch.randn(40, 64).bfloat16()
+    exact = rows.double() @ layer.weight.detach().double().T + layer.bias.detach().double()
+    with torch.inference_mode():
+        for count in (1, 15, 16, 40):
+            found = model(rows[None, :count])[0]
+            assert found.dtype == torch.bfloat16
+            gap = (found.double() - exact[:count]).abs().max()
+            assert gap <= 2**-8 * exact.abs().max()

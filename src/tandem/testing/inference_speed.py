@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from tandem.config import InferenceConfig
 from tandem.errors import ConfigError, EngineError
 from tandem.inference.embedded import EmbeddedBackend
+from tandem.models.directories import quiet_transformers
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse
 
 Prompts = Sequence[Sequence[int]]
@@ -157,7 +158,8 @@ class EmbeddedPeer:
         )
         self._backend = EmbeddedBackend(config, model_dir, "bench")
         self._backend.start()
-        stored = AutoModelForCausalLM.from_pretrained(model_dir, dtype=plan.dtype)
+        with quiet_transformers():
+            stored = AutoModelForCausalLM.from_pretrained(model_dir, dtype=plan.dtype)
         self.weight_bytes = sum(p.numel() * p.element_size() for p in stored.parameters())
         text = stored.config.get_text_config()
         self._vocab_size = int(text.vocab_size)
@@ -203,7 +205,8 @@ class TransformersPeer:
     """``model.generate`` on one padded batch, with its default cache and attention."""
 
     def __init__(self, model_dir: str, plan: SpeedPlan) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=plan.dtype).eval()
+        with quiet_transformers():
+            self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=plan.dtype).eval()
         self._model.generation_config.eos_token_id = None
 
     @torch.inference_mode()

@@ -8,13 +8,17 @@ does from 16 rows on only. The parameters stay where they are; ``refresh`` packs
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 ROWS_HINT = 64
+WIDE_ROWS = 16
+"""On processors without matrix units for bf16, products of bf16 weights with at least this many
+rows are faster in fp32; with fewer rows reading the weights decides, and bf16 halves that."""
 MIN_PLAIN_ROWS = 16
 """From this many rows on, the rows of a plain fp32 product do not depend on each other's number."""
 _PROBED_ROWS = (1, 2, 7, 16, 33)
@@ -27,9 +31,10 @@ class PackedLinears:
     """Replaces the computation of every ``nn.Linear`` of ``model`` by its packed form."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = [item for item in model.modules() if type(item) is nn.Linear]
-        self._forms = [_Packed(layer) for layer in self._layers]
-        for layer, form in zip(self._layers, self._forms, strict=True):
+        layers = [item for item in model.modules() if type(item) is nn.Linear]
+        widens = _widens(layers)
+        self._forms = [_Packed(layer, widens=widens) for layer in layers]
+        for layer, form in zip(layers, self._forms, strict=True):
             layer.forward = form.apply  # type: ignore[method-assign, assignment]
 
     def refresh(self) -> None:
@@ -60,11 +65,23 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
         return torch.allclose(packed.float(), layer(rows).float(), rtol=1e-2, atol=1e-2)
 
 
+def _widens(layers: Sequence[nn.Linear]) -> bool:
+    """Whether bf16 layers get a copy in fp32: never on processors that multiply bf16 in tiles, nor
+    where the copy would take more than a quarter of the memory."""
+    if not layers or layers[0].weight.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported():
+        return False
+    copy = sum(4 * layer.weight.numel() for layer in layers)
+    return copy <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+
+
 class _Packed:
     """One layer. Compiled code knows it by a number, because its weight has no strides."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    def __init__(self, layer: nn.Linear, *, widens: bool = False) -> None:
         self.layer = layer
+        self._widens = widens
+        self._wide: Tensor | None = None
+        self._wide_bias: Tensor | None = None
         self.pack()
         self._number = next(_numbers)
         _by_number[self._number] = self
@@ -72,13 +89,20 @@ class _Packed:
     @torch.inference_mode()
     def pack(self) -> None:
         pack: Pack = torch.ops.mkldnn._reorder_linear_weight
-        self._weight = pack(self.layer.weight.detach(), ROWS_HINT)
+        weight, bias = self.layer.weight.detach(), self.layer.bias
+        self._weight = pack(weight, ROWS_HINT)
+        if self._widens:
+            self._wide = pack(weight.float(), ROWS_HINT)
+            self._wide_bias = None if bias is None else bias.detach().float()
 
     def apply(self, x: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             out: Tensor = torch.ops.tandem.packed_linear(x, self._number, self.layer.out_features)
             return out
         apply: Apply = torch.ops.mkldnn._linear_pointwise
+        if self._wide is not None and x.numel() >= WIDE_ROWS * x.shape[-1]:
+            wide = apply(x.float(), self._wide, self._wide_bias, "none", [], "")
+            return wide.to(x.dtype)
         return apply(x, self._weight, self.layer.bias, "none", [], "")
 
 
