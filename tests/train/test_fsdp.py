@@ -27,6 +27,7 @@ ON_TWO_RANKS = [
     checks.sharded_training_equals_one_process,
     checks.tied_weights_are_trained_as_one,
     checks.a_deferred_reduction_changes_nothing,
+    checks.weights_gathered_once_a_batch_are_those_of_the_last_step,
     checks.tensor_parallel_training_equals_one_process,
     checks.tensor_parallel_layers_recompute_and_defer,
     checks.adapters_on_divided_layers_are_trained_as_by_one_process,

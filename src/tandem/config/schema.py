@@ -109,6 +109,9 @@ class ParallelConfig(Section):
     reduce_per_microbatch: bool = Field(
         True, description="False: once a batch; less communication, whole gradients on every rank"
     )
+    gather_per_microbatch: bool = Field(
+        True, description="False: once a batch; less communication, whole weights on every rank"
+    )
     timeout_s: PositiveFloat = Field(1800.0, description="how long a rank waits for the others")
 
 

@@ -213,6 +213,9 @@ class FSDPTrainEngine(TrainEngine):
     def _score(
         self, packed: PackedRows, temperature_B: Tensor | None, names: Collection[str]
     ) -> dict[str, Tensor]:
+        # Without a backward pass nothing would end the time of gathered weights.
+        keeps = torch.is_grad_enabled() and not self.config.parallel.gather_per_microbatch
+        self.model.set_reshard_after_forward(not keeps)
         found: dict[str, Tensor] = self.model.score_rows(
             packed, temperature_B, names, compute_dtype=self.compute_dtype
         )
@@ -221,6 +224,8 @@ class FSDPTrainEngine(TrainEngine):
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         if not self.config.parallel.reduce_per_microbatch:
             self.model.set_requires_gradient_sync(is_last)
+        if not self.config.parallel.gather_per_microbatch:
+            self.model.set_reshard_after_backward(is_last)
         loss.backward()
 
     def _grad_norm(self) -> float:
