@@ -135,14 +135,10 @@ class LocalPositions(SequenceGroup):
 
 class LocalShift(SequenceGroup):
     def part(self, packed):
-        return super().part(replace(packed, **self.inside(packed)))
-
-    def inside(self, packed):
         size = -(-packed.input_ids.shape[1] // self.size)
-        kept = packed.sources // size == (packed.sources + 1) // size
-        return {
-            name: getattr(packed, name)[kept] for name in ("sources", "targets", "slots", "rows")
-        }
+        inside = packed.sources // size == (packed.sources + 1) // size
+        names = ("sources", "targets", "slots", "rows")
+        return super().part(replace(packed, **{n: getattr(packed, n)[inside] for n in names}))
 
 
 @breaks("sequence parallelism", "outputs", sequence=2)

@@ -1,4 +1,4 @@
-"""Sequence parallelism: each rank computes a slice of the packed tokens, attention some heads of all.
+"""Sequence parallelism: ranks divide the packed tokens between them, and for attention the heads.
 
 Around attention the slices are exchanged for heads (Ulysses, arXiv 2309.14509). Who shares a
 sequence is decided in ``mesh``; the slices themselves, with global positions and targets, are cut
@@ -104,7 +104,7 @@ class _HeadsForTokens:
         return F.pad(self._own_tokens(out), (0, 0, 0, self._padding))
 
     def _all_tokens(self, items: Sequence[Tensor]) -> list[Tensor]:
-        """``[1, heads, n, D]`` of own tokens to ``[1, heads / size, size n, D]``, in one exchange."""
+        """``[1, heads, n, D]`` of the own tokens to ``[1, heads / size, size n, D]`` of all."""
         size = self._ranks.size
         blocks = torch.cat([item.reshape(size, -1) for item in items], dim=1)
         received = self._ranks.exchange(blocks).split([item.numel() // size for item in items], 1)
