@@ -61,9 +61,9 @@ def check_positions(model: Any) -> None:
     kinds = {value.get("rope_type") for value in (rope, *rope.values()) if isinstance(value, dict)}
     if found := kinds & set(LENGTH_DEPENDENT):
         raise CapabilityError(
-            f"{type(model).__name__}: rotary embeddings of type {', '.join(found)} depend on the "
-            "length of the whole sequence, which a rank with a slice of it does not know; use "
-            "train.parallel.sequence=1"
+            f"{type(model).__name__}: rotary embeddings of type {', '.join(sorted(found))} depend "
+            "on the length of the whole sequence, which a rank with a slice of it does not know; "
+            "use train.parallel.sequence=1"
         )
 
 
