@@ -74,7 +74,7 @@ def assert_same_weights(found, expected, atol):
 def check_against_local(here, model="plain", *, loss=nll, parallel=None, **options):
     """One clipped step gives the loss, gradients, norm and weights of one process."""
     rows = make_rows(LENGTHS)
-    options |= CUT | SMOOTH
+    options = CUT | SMOOTH | options
     engine = here.engine(model, parallel=parallel, **options)
     plain = engine.forward_backward_batch(share(engine, rows), loss)
     gradients = whole_gradients(engine)

@@ -97,15 +97,17 @@ class ParallelConfig(Section):
     """How the ranks of a sharded backend divide the work.
 
     Ranks that are left after ``tensor``, ``sequence`` and ``replicate`` shard parameters, gradients
-    and optimizer state. Each data-parallel rank has rows of its own; tensor-parallel ranks see the
-    same rows.
+    and optimizer state, together with those of their sequence. Each data-parallel rank has rows of
+    its own; tensor- and sequence-parallel ranks see the same rows.
     """
 
     tensor: PositiveInt = Field(1, description="ranks that compute each layer together")
     replicate: PositiveInt = Field(
         1, description="hybrid sharding: whole copies of the model, each sharded over its own ranks"
     )
-    sequence: PositiveInt = Field(1, description="ranks that share each sequence")
+    sequence: PositiveInt = Field(
+        1, description="ranks that each compute a slice of every sequence, for long ones"
+    )
     reduce_per_microbatch: bool = Field(
         True, description="False: once a batch; less communication, whole gradients on every rank"
     )
