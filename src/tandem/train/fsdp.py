@@ -62,6 +62,7 @@ class FSDPTrainEngine(TrainEngine):
             "value_model",
         }
     )
+    spans_ranks = True
     _layout: Mesh | None = None
     _is_member = False
 
