@@ -51,11 +51,14 @@ def launcher_facts(environment: Mapping[str, str] | None = None) -> LauncherFact
             f"RANK, WORLD_SIZE: got {rank}, {world_size}, allowed: 0 <= RANK < WORLD_SIZE; start "
             "the processes with torchrun, or unset both for a single process"
         )
+    local_world_size = _number(found, "LOCAL_WORLD_SIZE", 1)
+    if local_world_size < 1:
+        raise ConfigError(f"LOCAL_WORLD_SIZE: got {local_world_size}, allowed: >= 1")
     return LauncherFacts(
         rank=rank,
         world_size=world_size,
         local_rank=_number(found, "LOCAL_RANK", rank),
-        local_world_size=_number(found, "LOCAL_WORLD_SIZE", 1),
+        local_world_size=local_world_size,
         master_addr=found.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(found, "MASTER_PORT", DEFAULT_PORT),
         has_agent_store=found.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
