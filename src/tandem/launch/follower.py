@@ -29,7 +29,6 @@ PLAIN = (
     "set_version",
     "save_checkpoint",
     "load_checkpoint",
-    "destroy",
 )
 """Methods of an engine whose arguments are JSON."""
 
@@ -56,8 +55,11 @@ class Follower:
                 if message["do"] != "beat":
                     self._do(message)
         except BaseException as error:
-            self._failures.report(error)
-            raise self._failures.explain(error) from error
+            reason = self._failures.explain(error)
+            self._failures.report(reason)
+            if reason is error:
+                raise
+            raise reason from error
         finally:
             for engine in self._engines.values():
                 engine.destroy()
@@ -81,6 +83,8 @@ class Follower:
             self._entered[number].append(mode)
         elif what == "leave":
             self._entered[number].pop().__exit__(None, None, None)
+        elif what == "destroy":
+            self._engines.pop(number).destroy()
         elif what == "upload_weights":
             _upload(engine, options)
         elif what in ("save", "load"):

@@ -6,6 +6,7 @@ the other ranks do with it is ``follower``. Trainers open their engines here and
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,14 @@ from tandem.config import LoraConfig, TrainConfig
 from tandem.data.batch import WEIGHT_KEYS, check_batch, to_padded
 from tandem.data.packing import deal_rows
 from tandem.errors import CapabilityError, EngineError, WeightSyncError
-from tandem.launch.failures import Failures
+from tandem.launch.failures import Failures, describe
 from tandem.launch.losses import from_json, to_json
 from tandem.launch.shares import Share, compute, place_of
 from tandem.launch.wire import Tensors, Wire
 from tandem.train import EngineRegistry, TrainEngine
 from tandem.types import BatchOutput, FinetuneSpec, LossFn, SaveLoadMeta, WeightUpdateMeta
+
+log = logging.getLogger(__name__)
 
 BEAT_S = 5.0
 """How often an idle leader shows that it is there."""
@@ -100,18 +103,33 @@ class Leader:
                 raise
             except BaseException as error:
                 self._is_broken = True
-                raise self._failures.explain(error) from error
+                reason = self._failures.explain(error)
+                if reason is error:
+                    raise
+                raise reason from error
             finally:
                 self._is_inside = False
 
-    def end(self, message: Mapping[str, Any], error: BaseException | None) -> None:
-        """Let the other ranks go, with the run's summary or its error."""
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Let the other ranks go: the run is over."""
+        self._stop_beating()
+        with self.command({"do": "end", "error": None, "summary": dict(summary)}):
+            pass
+
+    def fail(self, error: BaseException) -> None:
+        """Let the other ranks go with what the run ended with, wherever they are."""
+        self._stop_beating()
+        self._failures.report(error)
+        message = {"do": "end", "error": describe(error), "summary": None}
+        try:
+            with self.command(message, is_cleanup=True):
+                pass
+        except EngineError as lost:  # what the run ended with says more
+            log.warning("%s", lost)
+
+    def _stop_beating(self) -> None:
         self._ended.set()
         self._beats.join()
-        if error is not None:
-            self._failures.report(error)
-        with self.command({"do": "end", **message}, is_cleanup=error is not None):
-            pass
 
     def _announce(self, message: Mapping[str, Any]) -> None:
         _, is_stopped = self.wire.announce(message)
@@ -269,6 +287,7 @@ class EngineGroup(TrainEngine):
         self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: Any = None
     ) -> dict[str, float]:
         _refuse(loss_weight_fn)
+        check_batch(input_)
         recorder = loss_fn if isinstance(loss_fn, Recorder) else None
         objective = loss_fn if recorder is None else recorder.objective
         share = Share(to_json(objective), records=recorder is not None)
@@ -287,15 +306,14 @@ class EngineGroup(TrainEngine):
         return_outputs: bool | None = None,
     ) -> BatchOutput:
         _refuse(loss_weight_fn)
+        check_batch(data)
         options = {"forward_only": forward_only, "return_outputs": return_outputs}
         share = Share(to_json(loss_fn), options=options)
         compute_own = super().forward_backward_batch
         result, found = self._computed("forward_backward_batch", data, share, compute_own)
         return BatchOutput(found, result.loss, result.metrics)
 
-    def eval_batch(
-        self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: Any = None
-    ) -> float:
+    def eval_batch(self, input_: TensorDict, loss_fn: LossFn, loss_weight_fn: Any = None) -> float:
         _refuse(loss_weight_fn)
         options = {"forward_only": True, "return_outputs": False}
         return self.forward_backward_batch(input_, loss_fn, **options).loss
@@ -316,6 +334,7 @@ class EngineGroup(TrainEngine):
         if post_hook is None:
             options = {"outputs": outputs and list(outputs), "trained_only": trained_only}
         share = Share(to_json(post_hook), options=options)
+        check_batch(input_)
         batch = input_.select(*SCORED_KEYS, strict=False)
         _, found = self._computed("forward", batch, share, super().forward)
         if post_hook is None:
@@ -326,7 +345,6 @@ class EngineGroup(TrainEngine):
         self, method: str, batch: TensorDict, share: Share, compute_own: Callable[..., Any]
     ) -> tuple[Any, Tensors]:
         """The method on every rank's rows; the own result, and the tensors of all rows."""
-        check_batch(batch)
         padded, layout = to_padded(batch)
         dealt = self._deal(padded, share)
         with self._told(method, share.to_json(), dealt.shares):

@@ -1,4 +1,4 @@
-"""One run on several ranks, from joining the group to leaving it: the first leads, others follow."""
+"""One run on several ranks, from joining the group to leaving it. What is said is ``group``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from tandem.config import TrainConfig
-from tandem.launch.failures import Failures, describe
+from tandem.launch.failures import Failures
 from tandem.launch.follower import Follower
 from tandem.launch.group import Leader, Stoppable, installed
 from tandem.launch.wire import Wire
@@ -26,9 +26,9 @@ def leading(config: TrainConfig, run: Callable[[], dict[str, Any]]) -> dict[str,
             with installed(leader):
                 summary = run()
         except BaseException as error:
-            leader.end({"error": describe(error), "summary": None}, error)
+            leader.fail(error)
             raise
-        leader.end({"error": None, "summary": summary}, None)
+        leader.finish(summary)
         return summary
 
 

@@ -53,8 +53,7 @@ def compute(
         return result, dict(result.items())
     rows = method(batch, post_hook=function, aggregate_fn=list)
     return rows, {
-        str(number): torch.stack(column)
-        for number, column in enumerate(zip(*rows, strict=True))
+        str(number): torch.stack(column) for number, column in enumerate(zip(*rows, strict=True))
     }
 
 

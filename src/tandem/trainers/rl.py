@@ -51,9 +51,9 @@ from tandem.train import EngineRegistry
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.frozen import check_scores, check_vocabulary
 from tandem.trainers.publish import publish_weights, release_weights
+from tandem.trainers.ranks import on_all_ranks
 from tandem.trainers.rl_batch import build_objective
 from tandem.trainers.rl_learner import Learner, open_learner
-from tandem.trainers.ranks import on_all_ranks
 from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.trainers.sft import run_stage
 from tandem.trainers.watch import Watch

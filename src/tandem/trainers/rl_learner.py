@@ -27,8 +27,8 @@ from tandem.algorithms.objective import Recorder
 from tandem.checkpoint import read_state, write_state
 from tandem.config import RLConfig
 from tandem.config.algorithm import TEACHER_ADVANTAGES
-from tandem.observe import mean_metrics
 from tandem.launch import open_engine
+from tandem.observe import mean_metrics
 from tandem.train import TrainEngine
 from tandem.trainers.frozen import open_frozen
 from tandem.trainers.rl_batch import (
