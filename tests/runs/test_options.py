@@ -186,11 +186,12 @@ def test_a_sharded_engine_without_a_launcher_gives_the_run_of_the_local_one(bed:
     assert sharded == pytest.approx(local, rel=1e-4)
 
 
-def test_a_run_under_a_launcher_with_several_ranks_is_refused(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_engine_that_ranks_cannot_share_is_refused_under_a_launcher(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, rank: str
 ):
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CapabilityError, match=r"WORLD_SIZE: got 2.*docs/distributed.md"):
+    with pytest.raises(CapabilityError, match=r"train.backend: got 'local'.* 2 were started"):
         run_rl(bed.config())
     assert not bed.run_dir().exists()

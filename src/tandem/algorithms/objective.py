@@ -20,7 +20,7 @@ from tandem.algorithms.kl import KL_ESTIMATORS, KLGradient, kl_estimate
 from tandem.algorithms.policy import POLICY_BATCH_KEYS, POLICY_LOSSES
 from tandem.algorithms.tokens import under_mask
 from tandem.errors import ConfigError, DataError
-from tandem.types import Metric
+from tandem.types import LossFn, Metric
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -120,6 +120,28 @@ class PolicyObjective:
         return topk_divergence(
             outputs["candidate_logprobs"], teacher_BTK, mask, divergence=self.divergence
         )
+
+
+class Recorder:
+    """The objective; the log-probabilities that it sees become ``prox_logprobs`` of the batch."""
+
+    def __init__(self, objective: LossFn, batch: TensorDict) -> None:
+        self.objective = objective
+        self._prox_BT = torch.zeros_like(batch["logprobs"])
+        batch["prox_logprobs"] = self._prox_BT
+        batch["rows"] = torch.arange(len(batch))
+        self.required_outputs = getattr(objective, "required_outputs", {"train_logprobs"})
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], microbatch: TensorDict
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        self.record(microbatch["rows"], outputs["train_logprobs"])
+        return self.objective(outputs, microbatch)
+
+    def record(self, rows: Tensor, logprobs_BT: Tensor) -> None:
+        """Log-probabilities of these rows of the batch."""
+        seen_BT = logprobs_BT.detach().to(self._prox_BT)
+        self._prox_BT.index_copy_(0, rows.to(seen_BT.device), seen_BT)
 
 
 _POSITIONAL = ("logprobs_BT", "old_logprobs_BT", "advantages_BT", "mask_BT")

@@ -186,6 +186,20 @@ def cut_microbatches(
     return rows + [[] for _ in range(count - len(rows))]
 
 
+def deal_rows(
+    lengths: Sequence[int], num_shares: int, *, groups: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Row numbers of each share, nearly equal in tokens; each row is in exactly one.
+
+    Rows that share an entry of ``groups`` stay together. With fewer such items than shares some
+    shares are empty.
+    """
+    items = _items(lengths, groups)
+    sizes = [sum(lengths[row] for row in item) for item in items]
+    parts = karmarkar_karp(sizes, num_shares)
+    return [sorted(row for i in part for row in items[i]) for part in parts]
+
+
 def first_fit_decreasing(
     lengths: Sequence[int], cap: int, max_items: int | None = None
 ) -> list[list[int]]:

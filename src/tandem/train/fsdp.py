@@ -65,6 +65,7 @@ class FSDPTrainEngine(TrainEngine):
             "value_model",
         }
     )
+    spans_ranks = True
     _layout: Mesh | None = None
     _sequence: SequenceGroup | None = None
     _is_member = False

@@ -51,6 +51,7 @@ from tandem.train import EngineRegistry
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.frozen import check_scores, check_vocabulary
 from tandem.trainers.publish import publish_weights, release_weights
+from tandem.trainers.ranks import on_all_ranks
 from tandem.trainers.rl_batch import build_objective
 from tandem.trainers.rl_learner import Learner, open_learner
 from tandem.trainers.run import Run, open_run, seed_generators
@@ -68,6 +69,7 @@ NEEDS_MORE = {
 """Estimators of ``algorithms`` that need what no rollout here brings."""
 
 
+@on_all_ranks
 def run_rl(config: RLConfig, *, resume: bool = False) -> dict[str, Any]:
     """Train a policy as ``config`` says and return the content of ``summary.json``.
 

@@ -9,7 +9,7 @@ is in ``rl_learner``; losses and estimators live in ``algorithms/``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from tensordict import TensorDict
@@ -26,7 +26,6 @@ from tandem.algorithms.policy.covariance import (
 from tandem.config import AlgorithmConfig, TeacherConfig
 from tandem.config.algorithm import TEACHER_ADVANTAGES
 from tandem.train import TrainEngine
-from tandem.types import Metric
 
 Metrics = dict[str, float]
 
@@ -67,24 +66,6 @@ def is_single_step(config: AlgorithmConfig) -> bool:
         or config.advantage in TEACHER_ADVANTAGES
     )
     return config.epochs * config.minibatches == 1 and not needs_them_before
-
-
-class Recorder:
-    """The objective; the log-probabilities that it sees become ``prox_logprobs`` of the batch."""
-
-    def __init__(self, objective: PolicyObjective, batch: TensorDict) -> None:
-        self._objective = objective
-        self._prox_BT = torch.zeros_like(batch["logprobs"])
-        batch["prox_logprobs"] = self._prox_BT
-        batch["rows"] = torch.arange(len(batch))
-        self.required_outputs = objective.required_outputs
-
-    def __call__(
-        self, outputs: Mapping[str, torch.Tensor], microbatch: TensorDict
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        seen = outputs["train_logprobs"].detach().to(self._prox_BT)
-        self._prox_BT.index_copy_(0, microbatch["rows"].to(seen.device), seen)
-        return self._objective(outputs, microbatch)
 
 
 def score(batch: TensorDict, engine: TrainEngine) -> torch.Tensor:

@@ -21,16 +21,17 @@ from torch import Tensor
 
 from tandem.algorithms.advantages import assign_advantages
 from tandem.algorithms.correction import behaviour_correction
+from tandem.algorithms.distillation import Likeliest
 from tandem.algorithms.kl import AdaptiveKL
+from tandem.algorithms.objective import Recorder
 from tandem.checkpoint import read_state, write_state
 from tandem.config import RLConfig
 from tandem.config.algorithm import TEACHER_ADVANTAGES
-from tandem.errors import ConfigError
+from tandem.launch import open_engine
 from tandem.observe import mean_metrics
-from tandem.train import EngineRegistry, TrainEngine
+from tandem.train import TrainEngine
 from tandem.trainers.frozen import open_frozen
 from tandem.trainers.rl_batch import (
-    Recorder,
     build_objective,
     is_single_step,
     kl_estimator,
@@ -188,16 +189,7 @@ def likeliest(batch: TensorDict, teacher: TrainEngine, count: int) -> tuple[Tens
 
     Index t is about the place of token t, at the row's temperature.
     """
-
-    def top(logits_BTV: Tensor, _: TensorDict) -> list[tuple[Tensor, Tensor]]:
-        if count > logits_BTV.shape[-1]:
-            raise ConfigError(
-                f"teacher.top_k: got {count}, allowed: up to the vocabulary, {logits_BTV.shape[-1]}"
-            )
-        found = torch.log_softmax(logits_BTV, dim=-1).topk(count, dim=-1)
-        return list(zip(found.indices.cpu(), found.values.cpu(), strict=True))
-
-    rows = teacher.forward(batch, post_hook=top, aggregate_fn=list)
+    rows = teacher.forward(batch, post_hook=Likeliest(count), aggregate_fn=list)
     ids, logprobs = zip(*rows, strict=True)
     return torch.stack(ids), torch.stack(logprobs)
 
@@ -226,17 +218,15 @@ def open_learner(config: RLConfig, model_path: str) -> Iterator[Learner]:
 
 
 def _open_policy(config: RLConfig, model_path: str) -> TrainEngine:
-    engine: TrainEngine = EngineRegistry.new(
+    warmup = config.critic.warmup_steps if config.critic else 0
+    per_batch = config.algorithm.epochs * config.algorithm.minibatches
+    num_steps = (config.steps - warmup) * per_batch
+    return open_engine(
         "language_model",
-        config.train.backend,
-        config=config.train,
+        config.train,
         model_path=model_path,
         lora=config.model.lora,
         seed=config.run.seed,
         tokenizer_path=config.model.tokenizer_path,
+        ft_spec=FinetuneSpec(1, dataset_size=num_steps, train_batch_size=1),
     )
-    warmup = config.critic.warmup_steps if config.critic else 0
-    per_batch = config.algorithm.epochs * config.algorithm.minibatches
-    num_steps = (config.steps - warmup) * per_batch
-    engine.initialize(ft_spec=FinetuneSpec(1, dataset_size=num_steps, train_batch_size=1))
-    return engine

@@ -21,11 +21,13 @@ from tandem.observe import MetricsLogger
 from tandem.rollout import ComposedInferenceEngine, open_inference_engine
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.publish import publish_weights, release_weights
+from tandem.trainers.ranks import on_all_ranks
 from tandem.trainers.run import Run, open_run
 from tandem.trainers.supervised import SupervisedStage, begin, finish, is_due, run_steps
 from tandem.types import SaveLoadMeta
 
 
+@on_all_ranks
 def run_sft(config: SFTConfig, *, resume: bool = False) -> dict[str, Any]:
     """Fine-tune as ``config`` says and return the content of ``summary.json``.
 
