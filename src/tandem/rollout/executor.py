@@ -17,7 +17,6 @@ wait has a deadline, and ``describe`` prints what it is waiting for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from tandem.rollout.feed import PromptFeed, PromptStream
 from tandem.rollout.loop import EpisodeLoop
 from tandem.rollout.meters import Meters
 from tandem.rollout.pipeline import Pipeline
+from tandem.rollout.runtime import Runtime
 from tandem.rollout.snapshot import RolloutSnapshot, RunningEpisode
 from tandem.rollout.workflow import EpisodeListener, RolloutWorkflow
 from tandem.store import StoreWriter
@@ -50,7 +50,8 @@ class RolloutExecutor:
     ``version`` returns the version that serves now. ``hold_generation`` is entered around the start
     of a whole batch, so that no forward pass happens before all of it is enqueued. ``on_episode``
     is told of every attempt that ended, from the rollout thread. ``writer`` keeps episodes and the
-    schedule in its store; without one they live in memory only.
+    schedule in its store; without one they live in memory only. ``runtime``: threads and real time,
+    unless a simulation brings its own.
     """
 
     def __init__(
@@ -62,13 +63,18 @@ class RolloutExecutor:
         hold_generation: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_episode: EpisodeListener | None = None,
         writer: StoreWriter | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self._config = config
         self._version = version
         self._hold_generation = hold_generation
         self._loop = EpisodeLoop(
-            engine, on_episode, temperature=config.generation.training_temperature
+            engine,
+            on_episode,
+            temperature=config.generation.training_temperature,
+            runtime=runtime,
         )
+        self._now = self._loop.now
         self._lock = self._loop.lock
         self._pipeline = Pipeline(config, self._loop, version, writer)
         self._feed = PromptFeed()
@@ -211,11 +217,11 @@ class RolloutExecutor:
             raise error
 
     def _deadline(self, timeout: float | None) -> float:
-        return time.monotonic() + (self._config.wait_timeout_s if timeout is None else timeout)
+        return self._now() + (self._config.wait_timeout_s if timeout is None else timeout)
 
     def _sleep_until(self, deadline: float, what: str) -> None:
         """Sleep until something changes. Nothing that finished is lost when this raises."""
-        remaining = deadline - time.monotonic()
+        remaining = deadline - self._now()
         if remaining <= 0:
             raise TimeoutError(f"{what} ran out of time\n{self.describe()}")
         with self._waits_for(what, deadline):
@@ -304,7 +310,7 @@ class RolloutExecutor:
         if not self._lock.acquire(timeout=patience_s):
             raise TimeoutError(f"a thread holds the executor's lock for over {patience_s:g} s")
         try:
-            now = time.monotonic()
+            now = self._now()
             ledger, queue = self.ledger, self._pipeline.queue
             running = sorted(self._loop.active, key=lambda run: run.started_at or now)
             waiting, deadline = self._waiting or (None, None)

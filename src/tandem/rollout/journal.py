@@ -34,8 +34,10 @@ class Journal:
         *,
         on_durable: Callable[[Sequence[Run]], None],
         on_error: Callable[[BaseException], None],
+        now: Callable[[], float],
     ) -> None:
         self._writer = writer
+        self._now = now
         self._on_durable = on_durable
         self._unwritten: dict[int, Run] = {}
         self._usable: dict[int, int] = {}
@@ -96,7 +98,7 @@ class Journal:
     ) -> StoredEpisode:
         assert self._writer is not None
         run.key = self._writer.next_key()
-        facts, now = run.facts or NO_ROWS, time.monotonic()
+        facts, now = run.facts or NO_ROWS, self._now()
         started = now if run.started_at is None else run.started_at
         return StoredEpisode(
             key=run.key,

@@ -7,7 +7,6 @@ journal, which keeps it. Waiting, deadlines and the callers' side are the execut
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -48,7 +47,9 @@ class Pipeline:
             stale_policy=config.stale_policy,
         )
         self.faults = FaultBudget(config.max_failures_in_row, config.max_rejected_in_row)
-        self.journal = Journal(writer, on_durable=self._become_ready, on_error=loop.set_fatal)
+        self.journal = Journal(
+            writer, on_durable=self._become_ready, on_error=loop.set_fatal, now=loop.now
+        )
         self.queue: deque[Run] = deque()
         self.runs: dict[int, Run] = {}
         self.is_paused = False
@@ -86,7 +87,7 @@ class Pipeline:
             )
             self._last_order += 1
             timeout_s = self._config.episode_timeout_s
-            run = Run(episode, workflow, self._last_order, timeout_s, time.monotonic())
+            run = Run(episode, workflow, self._last_order, timeout_s, self._loop.now())
             if stored is not None:
                 run.key, run.is_stored = stored.key, True
             self.runs[episode_id] = run
@@ -153,7 +154,7 @@ class Pipeline:
         except TandemError as error:
             self._loop.set_fatal(error)
             return
-        run.started_at, run.settled = time.monotonic(), True
+        run.started_at, run.settled = self._loop.now(), True
         if self._judge(run, self._filter)[0] is EpisodeState.READY:
             self._become_ready([run])
 
