@@ -26,7 +26,6 @@ from tandem.errors import DataError, EngineError, RolloutError, WeightSyncError
 from tandem.rollout.direct import DirectBatch
 from tandem.rollout.feed import PromptFeed, PromptStream
 from tandem.rollout.loop import EpisodeLoop
-from tandem.rollout.meters import Meters
 from tandem.rollout.pipeline import Pipeline
 from tandem.rollout.runtime import Runtime
 from tandem.rollout.snapshot import RolloutSnapshot, RunningEpisode
@@ -78,7 +77,6 @@ class RolloutExecutor:
         self._lock = self._loop.lock
         self._pipeline = Pipeline(config, self._loop, version, writer)
         self._feed = PromptFeed()
-        self._meters = Meters()
         self._resumed_version = 0
         self._num_direct_batches = 0
         self._waiting: tuple[str, float] | None = None
@@ -99,6 +97,11 @@ class RolloutExecutor:
     @property
     def ledger(self) -> StalenessLedger:
         return self._pipeline.ledger
+
+    def open_ids(self) -> list[int]:
+        """Episodes that are not final, in order of submission."""
+        with self._lock:
+            return list(self._pipeline.runs)
 
     # --- submitting and collecting ----------------------------------------------------------------
 
@@ -190,12 +193,7 @@ class RolloutExecutor:
 
     def _collect(self, count: int, *, hold: bool) -> TensorDict | None:
         self._raise_if_broken()
-        collected = self._pipeline.collect(count, hold=hold)
-        if collected is None:
-            return None
-        batch, staleness = collected
-        self._meters.handed_over(staleness)
-        return batch
+        return self._pipeline.collect(count, hold=hold)
 
     def _require_reachable(self, count: int, *, more_to_come: bool = False) -> None:
         reachable = self.ledger.reachable(more_to_come=more_to_come)
@@ -299,7 +297,7 @@ class RolloutExecutor:
     def take_metrics(self) -> dict[str, float]:
         """Staleness of the batch last handed over; counts since the last call; queue depths."""
         with self._lock:
-            return self._meters.take(self.ledger.counts(), self._loop.num_late)
+            return self._pipeline.meters.take(self.ledger.counts(), self._loop.num_late)
 
     def snapshot(self, patience_s: float = -1.0) -> RolloutSnapshot:
         """How things stand now.
@@ -318,7 +316,7 @@ class RolloutExecutor:
                 version=self._version(),
                 is_paused=self._pipeline.is_paused,
                 capacity=ledger.capacity(),
-                max_concurrent=ledger.max_concurrent,
+                max_concurrent=ledger.max_running,
                 max_staleness=ledger.max_staleness,
                 batch_size=ledger.batch_size,
                 states=ledger.counts(),
@@ -387,4 +385,4 @@ class RolloutExecutor:
             self._pipeline.number_attempts(attempts)
             self._pipeline.next_free_id = int(state["next_free_id"])
             self._resumed_version = int(state["version"])
-            self._meters.start_from(self.ledger.counts())
+            self._pipeline.meters.start_from(self.ledger.counts())

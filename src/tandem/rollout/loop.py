@@ -20,6 +20,7 @@ from tandem.rollout.rows import check_rows
 from tandem.rollout.runs import FATAL, Run
 from tandem.rollout.runtime import Runtime, ThreadRuntime
 from tandem.rollout.workflow import EpisodeListener
+from tandem.store.records import EpisodeRecord
 from tandem.types import EpisodeState
 
 if TYPE_CHECKING:
@@ -128,6 +129,23 @@ class EpisodeLoop:
             if run.task is not None:
                 self.call_soon(run.task.cancel)
 
+    def tell(self, run: Run, outcome: Outcome) -> None:
+        """Report an end that came from outside. Under the lock, from any thread."""
+        if listeners := self._listeners(run):
+            record = run.record(*outcome, self.now())
+            self.call_soon(lambda: self._report(listeners, record))
+
+    def _listeners(self, run: Run) -> list[EpisodeListener]:
+        found = (run.workflow.listener, self._on_episode)
+        return [listener for listener in found if listener is not None]
+
+    def _report(self, listeners: Sequence[EpisodeListener], record: EpisodeRecord) -> None:
+        try:
+            for listener in listeners:
+                listener(record)
+        except Exception as failure:
+            self.set_fatal(failure)
+
     def stacks(self, limit: int = 20) -> list[tuple[str, list[str]]]:
         """Where the running attempts stand, by name: outermost call first, down to what is awaited.
 
@@ -231,11 +249,7 @@ class EpisodeLoop:
         reported: Callable[[Run], None],
         rows: TensorDict | None = None,
     ) -> None:
-        listeners = [
-            listener
-            for listener in (run.workflow.listener, self._on_episode)
-            if listener is not None
-        ]
+        listeners = self._listeners(run)
         try:
             with self.lock:
                 if run.settled:
@@ -244,9 +258,9 @@ class EpisodeLoop:
                 run.settled, run.rows = True, rows
                 self.active.discard(run)
                 state, reason = settle(run, error)
-                records = [run.record(state, reason, self.now())] if listeners else []
-            for listener in listeners:
-                listener(*records)
+                record = run.record(state, reason, self.now()) if listeners else None
+            if record is not None:
+                self._report(listeners, record)
         except Exception as failure:
             self.set_fatal(failure)
         finally:

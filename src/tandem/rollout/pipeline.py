@@ -16,7 +16,8 @@ from tandem.errors import DataError, RolloutError, TandemError
 from tandem.observe.moments import reach
 from tandem.rollout.journal import Journal
 from tandem.rollout.loop import EpisodeLoop, Outcome
-from tandem.rollout.rows import Staleness, check_rows, join_rows
+from tandem.rollout.meters import Meters
+from tandem.rollout.rows import check_rows, join_rows
 from tandem.rollout.runs import FIRST_FREE_ID, FaultBudget, Run, describe_error
 from tandem.rollout.staleness import StalenessLedger
 from tandem.rollout.workflow import Episode, RolloutWorkflow
@@ -50,6 +51,7 @@ class Pipeline:
         self.journal = Journal(
             writer, on_durable=self._become_ready, on_error=loop.set_fatal, now=loop.now
         )
+        self.meters = Meters()
         self.queue: deque[Run] = deque()
         self.runs: dict[int, Run] = {}
         self.is_paused = False
@@ -106,7 +108,9 @@ class Pipeline:
             raise RolloutError(
                 f"{run.name} is in training; call set_version before it is submitted again"
             )
-        self._close(run, EpisodeState.SUPERSEDED, "submitted again")
+        outcome = self._close(run, EpisodeState.SUPERSEDED, "submitted again")
+        if not run.settled:
+            self._loop.tell(run, outcome)
         self._loop.abandon(run)
 
     def _close(self, run: Run, state: EpisodeState, reason: str) -> Outcome:
@@ -177,6 +181,7 @@ class Pipeline:
             for run in runs:
                 if self.runs.get(run.episode_id) is run:
                     assert run.facts is not None
+                    self.meters.lengths.made(run.facts)
                     trained = run.facts.trained_oldest, run.facts.trained_newest
                     self.ledger.finish(run.episode_id, *trained)
             self._lock.notify_all()
@@ -215,7 +220,7 @@ class Pipeline:
             self.wake()
         return before
 
-    def collect(self, count: int, *, hold: bool) -> tuple[TensorDict, Staleness] | None:
+    def collect(self, count: int, *, hold: bool) -> TensorDict | None:
         """Hand over ``count`` ready episodes if there are that many which may be trained on."""
         version = self._version()
         if self.ledger.count(EpisodeState.READY) < count and self._looked_at == version:
@@ -228,7 +233,7 @@ class Pipeline:
         chosen = self.ledger.select(count, version, hold=hold)
         return None if chosen is None else self._hand_over(chosen, version)
 
-    def _hand_over(self, chosen: Sequence[int], version: int) -> tuple[TensorDict, Staleness]:
+    def _hand_over(self, chosen: Sequence[int], version: int) -> TensorDict:
         runs = sorted((self.runs[key] for key in chosen), key=lambda run: run.order)
         rows = [run.rows for run in runs if run.rows is not None]
         limit = self._config.max_staleness
@@ -238,8 +243,9 @@ class Pipeline:
         self.journal.handed_over(runs, version)
         for run in runs:
             run.rows = None
+        self.meters.handed_over(staleness)
         reach("rollout.handed_over")
-        return batch, staleness
+        return batch
 
     def consume(self, version: int) -> None:
         """The batch in training was trained on, which made ``version``."""

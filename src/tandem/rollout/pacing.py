@@ -1,0 +1,43 @@
+"""How many episodes run at once so that tokens are young when they are trained on. Pure.
+
+With every place of the staleness rule taken, most episodes wait in the queue of ready ones, and
+that wait is what makes their tokens old. So as few run as keep the trainer from waiting: the bound
+on places stays above it, for bursts. Which tokens are too old is ``staleness``'s.
+"""
+
+from __future__ import annotations
+
+_GROWTH = 1.1
+_DECAY = 0.97
+_SPARE = 0.25
+"""Of a batch: with more than that left when one is handed over, fewer need to run."""
+
+
+class Pacer:
+    """A running limit between 1 and ``most``. It grows when a batch had to be waited for, and falls
+    while ready episodes are left over; in between it stays.
+
+    The growth is three times the decay: a step that waits costs more than a token that ages.
+    """
+
+    def __init__(self, most: int, batch_size: int) -> None:
+        self._most = max(1, most)
+        self._batch_size = batch_size
+        self._limit = float(self._most)
+        self._has_waited = False
+
+    @property
+    def limit(self) -> int:
+        return max(1, min(self._most, round(self._limit)))
+
+    def starved(self) -> None:
+        """A batch was asked for and there are not enough ready episodes."""
+        self._has_waited = True
+
+    def served(self, left_ready: int) -> None:
+        """A batch was handed over; ``left_ready`` episodes were not needed for it."""
+        if self._has_waited:
+            self._limit = min(float(self._most), self._limit * _GROWTH)
+        elif left_ready > _SPARE * self._batch_size:
+            self._limit = max(1.0, self._limit * _DECAY)
+        self._has_waited = False
