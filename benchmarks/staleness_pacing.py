@@ -7,7 +7,8 @@ that admits by the rule and trains on whatever comes.
 
 A decoder makes one token of every running answer a pass. Its pass takes either always the same time
 (``fixed``: memory-bound) or longer the more answers run (``shared``: half of a full pass is there
-with none). Both have the same speed with all of ``max_concurrent`` running.
+with none). Both have the same speed with one batch running, whose generation takes, on average, the
+time that training is compared to.
 
     python benchmarks/staleness_pacing.py
 """
@@ -136,7 +137,7 @@ def simulate(policy: str, arguments: argparse.Namespace, tail: str, decoder: str
         wait_timeout_s=1e9,
     )
     tally, runtime = Tally(), SimulatedRuntime()
-    full = arguments.concurrent * arguments.group
+    full = arguments.batch * arguments.group
 
     def script(prompt_ids: tuple[int, ...], seed: int | None) -> list[int]:
         length = max(1, round(MEAN * TAILS[tail](random.Random(seed))))
@@ -152,7 +153,7 @@ def simulate(policy: str, arguments: argparse.Namespace, tail: str, decoder: str
     )
     backend: Any = engine.backend
     engine.initialize()
-    generate_s = arguments.batch * arguments.group * MEAN * PASS_S / full
+    generate_s = MEAN * PASS_S
     train_s = arguments.ratio * generate_s
     workflow = Answers(arguments.group, config.generation, tally)
     with without_consumption_check(bounded):
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--group", type=int, default=1)
-    parser.add_argument("--concurrent", type=int, default=32, help="episodes that run at once")
+    parser.add_argument("--concurrent", type=int, default=160, help="max_concurrent, in episodes")
     parser.add_argument("--ratio", type=float, default=TRAIN_OVER_GENERATE, help="train/generate")
     parser.add_argument("--tails", nargs="+", default=list(TAILS))
     parser.add_argument("--decoders", nargs="+", default=["fixed", "shared"])

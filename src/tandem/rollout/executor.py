@@ -79,6 +79,7 @@ class RolloutExecutor:
         self._feed = PromptFeed()
         self._resumed_version = 0
         self._num_direct_batches = 0
+        self._num_asleep = 0
         self._waiting: tuple[str, float] | None = None
 
     def start(self) -> None:
@@ -123,7 +124,7 @@ class RolloutExecutor:
             try:
                 while (batch := self._collect(count, hold=False)) is None:
                     self._require_reachable(count)
-                    self._sleep_until(deadline, f"wait({count})")
+                    self._sleep_until(deadline, count, f"wait({count})")
             finally:
                 self._pipeline.use_filter(before)
         return batch
@@ -154,7 +155,7 @@ class RolloutExecutor:
                 wanted = 0 if is_exhausted else self._wanted()
                 if wanted == 0:
                     self._require_reachable(size, more_to_come=not is_exhausted)
-                    self._sleep_until(deadline, f"prepare_batch of {size}")
+                    self._sleep_until(deadline, size, f"prepare_batch of {size}")
                     continue
             is_exhausted = self._fill(source, workflow, wanted) < wanted
 
@@ -217,13 +218,19 @@ class RolloutExecutor:
     def _deadline(self, timeout: float | None) -> float:
         return self._now() + (self._config.wait_timeout_s if timeout is None else timeout)
 
-    def _sleep_until(self, deadline: float, what: str) -> None:
-        """Sleep until something changes. Nothing that finished is lost when this raises."""
+    def _sleep_until(self, deadline: float, count: int, what: str) -> None:
+        """Sleep until ``count`` episodes may be ready, or cannot be. Nothing is lost when this
+        raises."""
         remaining = deadline - self._now()
         if remaining <= 0:
             raise TimeoutError(f"{what} ran out of time\n{self.describe()}")
         with self._waits_for(what, deadline):
-            self._lock.wait(remaining)
+            self._num_asleep += 1
+            self._pipeline.awaited = count if self._num_asleep == 1 else 0
+            try:
+                self._loop.enough.wait(remaining)
+            finally:
+                self._num_asleep -= 1
 
     @contextmanager
     def _waits_for(self, what: str, deadline: float) -> Iterator[None]:

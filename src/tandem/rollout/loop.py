@@ -42,7 +42,8 @@ class EpisodeLoop:
 
     ``active`` holds the attempts that run and are not settled, ``num_ended`` counts those that
     ended, ``num_late`` the results that came after their attempt was given up. ``fatal`` is what
-    every wait must raise. ``temperature`` is that of rows which name none.
+    every wait must raise. ``enough`` is notified when who waits for episodes should look again, and
+    not at every end of one, which would cost more than the episode. ``temperature`` is that of rows which name none.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class EpisodeLoop:
     ) -> None:
         self.runtime = runtime or ThreadRuntime()
         self.lock = self.runtime.lock
+        self.enough = self.runtime.condition()
         self.now = self.runtime.now
         self.active: set[Run] = set()
         self.num_late = 0
@@ -92,6 +94,7 @@ class EpisodeLoop:
         with self.lock:
             self.fatal = self.fatal or error
             self.lock.notify_all()
+            self.enough.notify_all()
 
     def raise_if_broken(self) -> None:
         if self.fatal is not None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 _GROWTH = 1.1
 _DECAY = 0.97
+_FAST_DECAY = 0.85
 _SPARE = 0.25
-"""Of a batch: with more than that left when one is handed over, fewer need to run."""
+"""Of a batch: with more than that left when one is handed over, fewer need to run; with a whole one
+left, far fewer."""
 
 
 class Pacer:
@@ -39,5 +41,6 @@ class Pacer:
         if self._has_waited:
             self._limit = min(float(self._most), self._limit * _GROWTH)
         elif left_ready > _SPARE * self._batch_size:
-            self._limit = max(1.0, self._limit * _DECAY)
+            decay = _FAST_DECAY if left_ready >= self._batch_size else _DECAY
+            self._limit = max(1.0, self._limit * decay)
         self._has_waited = False

@@ -55,6 +55,8 @@ class Pipeline:
         self.queue: deque[Run] = deque()
         self.runs: dict[int, Run] = {}
         self.is_paused = False
+        self.awaited = 0
+        """How many ready episodes a caller sleeps for; fewer do not wake it."""
         self.next_free_id = FIRST_FREE_ID
         self._config = config
         self._loop = loop
@@ -185,14 +187,18 @@ class Pipeline:
                     trained = run.facts.trained_oldest, run.facts.trained_newest
                     self.ledger.finish(run.episode_id, *trained)
             self._lock.notify_all()
+            if self.ledger.count(EpisodeState.READY) >= self.awaited:
+                self._loop.enough.notify_all()
             self.wake()
 
     def _fail(self, run: Run, error: BaseException) -> Outcome:
         self.faults.failed(error)
+        self._loop.enough.notify_all()
         return self._close(run, EpisodeState.FAILED, describe_error(error))
 
     def _reject(self, run: Run, reason: str) -> Outcome:
         self.faults.rejected(reason)
+        self._loop.enough.notify_all()
         return self._close(run, EpisodeState.REJECTED, reason)
 
     def _judge(self, run: Run, accept: ShouldAccept | None) -> Outcome:
@@ -205,6 +211,8 @@ class Pipeline:
             return self._fail(run, error)
         if not accepted:
             return self._reject(run, "should_accept")
+        if self.faults.rejected_in_row:  # a caller may have held prompts back until now
+            self._loop.enough.notify_all()
         self.faults.accepted()
         return EpisodeState.READY, None
 
@@ -253,6 +261,7 @@ class Pipeline:
         runs = [self.runs.pop(episode_id) for episode_id in self.ledger.consume()]
         self.journal.consumed(runs, version)
         reach("rollout.consumed")
+        self._loop.enough.notify_all()
         self.wake()
 
     def reject(self, episode_ids: Collection[int], reason: str) -> None:
@@ -262,6 +271,7 @@ class Pipeline:
             raise DataError(f"reject ({reason}): no open episodes with the ids {unknown}")
         for episode_id in episode_ids:
             self._close(self.runs[episode_id], EpisodeState.REJECTED, reason)
+        self._loop.enough.notify_all()
         self.wake()
 
     # --- checkpoints (lock held) ------------------------------------------------------------------

@@ -24,6 +24,10 @@ class Runtime(ABC):
     """Guards what episodes and callers share; re-entrant. Callers wait for it to be notified."""
 
     @abstractmethod
+    def condition(self) -> threading.Condition:
+        """Another condition under the same lock, for who is to be woken more rarely."""
+
+    @abstractmethod
     def now(self) -> float:
         """Seconds since some fixed moment; never goes back."""
 
@@ -60,9 +64,13 @@ class ThreadRuntime(Runtime):
     """Episodes in one daemon thread."""
 
     def __init__(self) -> None:
-        self.lock = threading.Condition(threading.RLock())
+        self._mutex = threading.RLock()
+        self.lock = threading.Condition(self._mutex)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+
+    def condition(self) -> threading.Condition:
+        return threading.Condition(self._mutex)
 
     def now(self) -> float:
         return time.monotonic()

@@ -90,6 +90,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         finally:
             asyncio._set_running_loop(before)
 
+    def abandon(self) -> None:
+        """End without running anything more, as a kill does; tasks do not hear of it."""
+        self._ready.clear()
+        self._timers.clear()
+        for task in asyncio.all_tasks(self):
+            coroutine = task.get_coro()
+            if coroutine is not None:
+                coroutine.close()
+
     def _step(self, until: float) -> bool:
         if not self._ready and not self._wind(until):
             return False
@@ -195,6 +204,9 @@ class SimulatedRuntime(Runtime):
         self.events = VirtualLoop(start_s)
         self.lock = SimulatedCondition(self.events)
         self._is_running = False
+
+    def condition(self) -> SimulatedCondition:
+        return SimulatedCondition(self.events)
 
     def now(self) -> float:
         return self.events.time()

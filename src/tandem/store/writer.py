@@ -15,6 +15,10 @@ from tandem.store.contract import TrajectoryStore
 from tandem.store.records import Change, Event
 
 FLUSH_TIMEOUT_S = 120.0
+GATHER_S = 0.002
+ENOUGH = 64
+"""A group is written when it has that many changes, or after that time: a commit costs more than an
+episode, and every one lets other threads in."""
 
 
 class StoreWriter:
@@ -40,6 +44,7 @@ class StoreWriter:
         self._pending: list[Change] = []
         self._is_writing = False
         self._is_closing = False
+        self._is_flushing = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._later = later
@@ -59,9 +64,10 @@ class StoreWriter:
             self._raise_if_broken()
             is_first = not self._pending
             self._pending.extend(changes)
-            if is_first and self._later is not None:
-                self._later(self._write_group)
-            elif is_first:
+            if self._later is not None:
+                if is_first:
+                    self._later(self._write_group)
+            elif is_first or len(self._pending) >= ENOUGH > len(self._pending) - len(changes):
                 self._changed.notify_all()
 
     def log(self, kind: str, version: int, detail: Mapping[str, Any]) -> None:
@@ -77,7 +83,10 @@ class StoreWriter:
         if self._later is not None:
             self._write_group()
         with self._changed:
+            self._is_flushing = True
+            self._changed.notify_all()
             is_done = self._changed.wait_for(self._is_idle, FLUSH_TIMEOUT_S)
+            self._is_flushing = False
             self._raise_if_broken()
             if not is_done:
                 raise StoreError(
@@ -100,6 +109,9 @@ class StoreWriter:
         else:
             self._thread.join(FLUSH_TIMEOUT_S)
 
+    def _is_due(self) -> bool:
+        return self._is_closing or self._is_flushing or len(self._pending) >= ENOUGH
+
     def _is_idle(self) -> bool:
         return self._error is not None or not (self._pending or self._is_writing)
 
@@ -115,6 +127,7 @@ class StoreWriter:
                 self._changed.wait_for(lambda: self._pending or self._is_closing)
                 if not self._pending:
                     return
+                self._changed.wait_for(self._is_due, GATHER_S)
             self._write_group()
 
     def _write_group(self) -> None:

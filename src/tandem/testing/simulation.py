@@ -256,6 +256,7 @@ class Simulation:
         self._open_ids = set(self.book.open_ids()) | {key for key, _ in executor._feed.reruns}
         self._position = executor._feed.position
         release_weights(self.incarnation)
+        self.runtime.events.abandon()
 
     def _latency_s(self, request: LLMRequest) -> float:
         scenario = self.scenario

@@ -85,9 +85,10 @@ class Book:
         places = (config.max_staleness + 1) * config.batch_size
         taken = sum(self._counts[state] for state in _PLACES)
         running = self._counts[_S.RUNNING]
-        assert running <= config.max_concurrent, f"{running} run"
+        limit = self._executor.ledger.max_running
+        assert running <= limit <= config.max_concurrent, f"{running} run, allowed: {limit}"
         assert taken <= places, f"{taken} places are taken, there are {places}"
-        left = min(config.max_concurrent - running, places - taken)
+        left = min(limit - running, places - taken)
         assert self._executor.ledger.capacity() <= left, (self._executor.ledger.capacity(), left)
 
     def handed_over(self, batch: TensorDict, version: int) -> None:
@@ -120,7 +121,7 @@ class Book:
         config = self._config
         taken = sum(counted[state] for state in _PLACES)
         left = min(
-            config.max_concurrent - counted[_S.RUNNING],
+            ledger.max_running - counted[_S.RUNNING],
             (config.max_staleness + 1) * config.batch_size - taken,
         )
         assert ledger.capacity() == left, f"{ledger.capacity()} places are free, should be {left}"
