@@ -38,7 +38,9 @@ def test_storms_break_no_rule(policy: str) -> None:
 
 
 def test_storms_reach_every_state_and_late_results() -> None:
-    reports = [run(seed, stale_policy="drop", max_staleness=1, duplicates=0.6) for seed in range(2)]
+    busy: dict[str, Any] = {"stale_policy": "drop", "max_staleness": 1, "duplicates": 0.6}
+    busy |= {"failures": 0.05, "stubborn": 0.6}
+    reports = [run(seed, **busy) for seed in range(2)]
     for state in ("consumed", "rejected", "failed", "stale", "superseded"):
         assert any(report.counts.get(state, 0) > 0 for report in reports), state
     assert any(report.num_late > 0 for report in reports)

@@ -26,6 +26,7 @@ from tandem.errors import DataError, EngineError, RolloutError, WeightSyncError
 from tandem.rollout.direct import DirectBatch
 from tandem.rollout.feed import PromptFeed, PromptStream
 from tandem.rollout.loop import EpisodeLoop
+from tandem.rollout.pacing import HoldBudget
 from tandem.rollout.pipeline import Pipeline
 from tandem.rollout.runtime import Runtime
 from tandem.rollout.snapshot import RolloutSnapshot, RunningEpisode
@@ -80,6 +81,7 @@ class RolloutExecutor:
         self._resumed_version = 0
         self._num_direct_batches = 0
         self._num_asleep = 0
+        self._budget = HoldBudget() if config.stale_policy == "pace" else None
         self._waiting: tuple[str, float] | None = None
 
     def start(self) -> None:
@@ -138,24 +140,32 @@ class RolloutExecutor:
         """One training batch, with the queue kept full from ``source``.
 
         With ``stale_policy=wait`` the batch waits for running episodes that would expire otherwise
-        (``StalenessLedger.select``); with the others it is handed over as soon as it is full. What
-        is too old by then is dropped or masked, and counted.
+        (``StalenessLedger.select``), with ``pace`` for as long as its ``HoldBudget`` allows; with the
+        others it is handed over as soon as it is full. What is too old by then is dropped or masked,
+        and counted.
         """
         deadline = self._deadline(None)
         size = self._config.batch_size
-        hold = self._config.stale_policy == "wait"
+        budget = self._budget
         with self._lock:
             self._require_weights()
             self._pipeline.use_filter(should_accept)
         is_exhausted = False
         while True:
             with self._lock:
+                hold = budget is None and self._config.stale_policy == "wait"
+                hold = hold or (budget is not None and budget.may_hold(self._now()))
                 if (batch := self._collect(size, hold=hold)) is not None:
+                    if budget is not None:
+                        budget.handed_over(self._now())
                     return batch
+                held_until = deadline
+                if budget is not None and self.ledger.count(EpisodeState.READY) >= size:
+                    held_until = min(deadline, budget.hold(self._now()))
                 wanted = 0 if is_exhausted else self._wanted()
                 if wanted == 0:
                     self._require_reachable(size, more_to_come=not is_exhausted)
-                    self._sleep_until(deadline, size, f"prepare_batch of {size}")
+                    self._sleep_until(deadline, size, f"prepare_batch of {size}", held_until)
                     continue
             is_exhausted = self._fill(source, workflow, wanted) < wanted
 
@@ -218,9 +228,11 @@ class RolloutExecutor:
     def _deadline(self, timeout: float | None) -> float:
         return self._now() + (self._config.wait_timeout_s if timeout is None else timeout)
 
-    def _sleep_until(self, deadline: float, count: int, what: str) -> None:
-        """Sleep until ``count`` episodes may be ready, or cannot be. Nothing is lost when this
-        raises."""
+    def _sleep_until(
+        self, deadline: float, count: int, what: str, at_most: float = float("inf")
+    ) -> None:
+        """Sleep until ``count`` episodes may be ready, or cannot be, or it is ``at_most``. Nothing is
+        lost when this raises."""
         remaining = deadline - self._now()
         if remaining <= 0:
             raise TimeoutError(f"{what} ran out of time\n{self.describe()}")
@@ -228,7 +240,7 @@ class RolloutExecutor:
             self._num_asleep += 1
             self._pipeline.awaited = count if self._num_asleep == 1 else 0
             try:
-                self._loop.enough.wait(remaining)
+                self._loop.enough.wait(max(0.0, min(remaining, at_most - self._now())))
             finally:
                 self._num_asleep -= 1
 
