@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.rollout.meters import LengthBias
-from tandem.rollout.pacing import Pacer
+from tandem.rollout.pacing import HoldBudget, Pacer
 from tandem.rollout.rows import check_rows, join_rows
 from tandem.rollout.staleness import StalenessLedger
 
@@ -107,3 +107,25 @@ def test_what_was_made_long_ago_counts_less_and_less() -> None:
         bias.made(new)
         bias.handed_over(join_rows([checked], version=0)[1])
     assert bias.bias == pytest.approx(0.0, abs=0.01)
+
+
+def test_a_hold_is_paid_from_the_share_of_time_that_was_saved_up() -> None:
+    budget = HoldBudget()
+    budget.handed_over(0.0)
+    assert not budget.may_hold(0.0)
+    budget.handed_over(100.0)
+    # Six per cent of 100 s.
+    assert budget.may_hold(110.0)
+    assert budget.hold(110.0) == pytest.approx(116.0)
+    assert budget.may_hold(115.9)
+    assert not budget.may_hold(budget.hold(112.0))
+    budget.handed_over(114.0)
+    # 4 of 6 s are spent; the 14 s since the last batch add 0.84 s.
+    assert budget.left_s == pytest.approx(6.0 - 4.0 + 0.84)
+
+
+def test_no_more_than_half_a_step_is_saved_up() -> None:
+    budget = HoldBudget()
+    for now in range(100):
+        budget.handed_over(float(now))
+    assert budget.left_s == pytest.approx(0.5)

@@ -64,8 +64,9 @@ class HoldBudget:
         return self._held_since + self.left_s
 
     def may_hold(self, now: float) -> bool:
+        # The same sum as in ``hold``, so that a clock that stops there is not short of it by a bit.
         since = now if self._held_since is None else self._held_since
-        return now - since < self.left_s
+        return now < since + self.left_s
 
     def handed_over(self, now: float) -> None:
         """A batch was handed over: what it was held for is spent, what passed adds its share."""
