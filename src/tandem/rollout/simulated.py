@@ -182,6 +182,9 @@ class SimulatedCondition(threading.Condition):
     def release(self) -> None:
         return None
 
+    def notify(self, n: int = 1) -> None:
+        self._is_notified = True
+
     def notify_all(self) -> None:
         self._is_notified = True
 

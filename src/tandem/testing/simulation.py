@@ -70,7 +70,10 @@ class Scenario:
 
 @dataclass
 class Report:
-    """What a simulated run came to; equal digests mean the same run, event by event."""
+    """What a simulated run came to; equal digests mean the same batches, token by token.
+
+    ``counts`` are transitions into each state, over all starts.
+    """
 
     num_events: int = 0
     num_transitions: int = 0

@@ -80,7 +80,7 @@ class Book:
             self._check_places()
 
     def _check_places(self) -> None:
-        """After a start, no limit is exceeded; and capacity is what is left of both limits."""
+        """After a start no limit is exceeded, and capacity is what is left of both limits."""
         config = self._config
         places = (config.max_staleness + 1) * config.batch_size
         taken = sum(self._counts[state] for state in _PLACES)
@@ -89,7 +89,7 @@ class Book:
         assert running <= limit <= config.max_concurrent, f"{running} run, allowed: {limit}"
         assert taken <= places, f"{taken} places are taken, there are {places}"
         left = min(limit - running, places - taken)
-        assert self._executor.ledger.capacity() <= left, (self._executor.ledger.capacity(), left)
+        assert self._executor.ledger.capacity() == left, (self._executor.ledger.capacity(), left)
 
     def handed_over(self, batch: TensorDict, version: int) -> None:
         """The trainer has ``batch`` and will make ``version + 1`` of it."""
