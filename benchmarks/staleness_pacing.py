@@ -2,8 +2,8 @@
 
 An asynchronous run of the real executor over the scripted engine on a virtual clock. Training on a
 batch takes 1.2 times as long as generating one; lengths have a long tail up to a cap of 9.6 times
-their mean; ``max_staleness`` is 4. ``unbounded`` is the run without any bound, ``admission`` the one
-that admits by the rule and trains on whatever comes.
+their mean; ``max_staleness`` is 4. ``unbounded`` is the run without any bound, ``admission``
+the one that admits by the rule and trains on whatever comes.
 
 A decoder makes one token of every running answer a pass. Its pass takes either always the same time
 (``fixed``: memory-bound) or longer the more answers run (``shared``: half of a full pass is there
@@ -21,9 +21,10 @@ import json
 import logging
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -185,22 +186,17 @@ def simulate(policy: str, arguments: argparse.Namespace, tail: str, decoder: str
     }
 
 
-class without_consumption_check:  # noqa: N801 (used as a statement)
+@contextmanager
+def without_consumption_check(bounded: bool) -> Iterator[None]:
     """Nothing expires and nothing is masked, unless ``bounded``."""
-
-    def __init__(self, bounded: bool) -> None:
-        self.bounded = bounded
-        self.before = StalenessLedger.expired, pipeline.join_rows
-
-    def __enter__(self) -> None:
-        if not self.bounded:
-            ledger: Any = StalenessLedger
-            ledger.expired = lambda self, version: []
-            pipeline.join_rows = unchecked
-
-    def __exit__(self, *_: Any) -> None:
-        ledger: Any = StalenessLedger
-        ledger.expired, pipeline.join_rows = self.before
+    ledger, rows = cast("Any", StalenessLedger), cast("Any", pipeline)
+    before = ledger.expired, rows.join_rows
+    if not bounded:
+        ledger.expired, rows.join_rows = (lambda self, version: []), unchecked
+    try:
+        yield
+    finally:
+        ledger.expired, rows.join_rows = before
 
 
 def main() -> None:

@@ -140,9 +140,9 @@ class RolloutExecutor:
         """One training batch, with the queue kept full from ``source``.
 
         With ``stale_policy=wait`` the batch waits for running episodes that would expire otherwise
-        (``StalenessLedger.select``), with ``pace`` for as long as its ``HoldBudget`` allows; with the
-        others it is handed over as soon as it is full. What is too old by then is dropped or masked,
-        and counted.
+        (``StalenessLedger.select``), with ``pace`` for as long as its ``HoldBudget`` allows; with
+        the others it is handed over as soon as it is full. What is too old by then is dropped or
+        masked, and counted.
         """
         deadline = self._deadline(None)
         size = self._config.batch_size
@@ -231,8 +231,10 @@ class RolloutExecutor:
     def _sleep_until(
         self, deadline: float, count: int, what: str, at_most: float = float("inf")
     ) -> None:
-        """Sleep until ``count`` episodes may be ready, or cannot be, or it is ``at_most``. Nothing is
-        lost when this raises."""
+        """Sleep until ``count`` episodes may be ready, or cannot be, or it is ``at_most``.
+
+        Nothing is lost when this raises.
+        """
         remaining = deadline - self._now()
         if remaining <= 0:
             raise TimeoutError(f"{what} ran out of time\n{self.describe()}")

@@ -57,7 +57,9 @@ class Journal:
         """Attempts that begin now."""
         if self._writer is not None and runs:
             attempts = [[run.episode_id, run.episode.attempt] for run in runs]
-            self._writer.log("dispatch", version, {"attempts": attempts, "lease_s": runs[0].timeout_s})
+            self._writer.log(
+                "dispatch", version, {"attempts": attempts, "lease_s": runs[0].timeout_s}
+            )
 
     def ready(self, run: Run) -> None:
         """An attempt whose rows are to be kept; ``on_durable`` follows."""

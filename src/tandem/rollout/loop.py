@@ -43,7 +43,8 @@ class EpisodeLoop:
     ``active`` holds the attempts that run and are not settled, ``num_ended`` counts those that
     ended, ``num_late`` the results that came after their attempt was given up. ``fatal`` is what
     every wait must raise. ``enough`` is notified when who waits for episodes should look again, and
-    not at every end of one, which would cost more than the episode. ``temperature`` is that of rows which name none.
+    not at every end of one, which would cost more than the episode. ``temperature`` is that of rows
+    which name none.
     """
 
     def __init__(

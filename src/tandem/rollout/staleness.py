@@ -171,8 +171,8 @@ class StalenessLedger:
     def expired(self, version: int) -> list[int]:
         """Ready episodes that may not be trained on by ``version`` any more.
 
-        One token too old is enough, except where old tokens are masked (``mask``, ``pace``): there all
-        must be.
+        One token too old is enough, except where old tokens are masked (``mask``, ``pace``):
+        there all must be.
         """
         limit = version - self.max_staleness
         result = []

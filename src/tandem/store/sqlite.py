@@ -107,7 +107,8 @@ _MAX_ROWS = 128
 _INSERT_EVENT = "INSERT INTO events (at, incarnation, version, kind, detail) VALUES (?, ?, ?, ?, ?)"
 _MOVES = {
     state: "UPDATE episodes SET state = ?, reason = ?, step = ?, closed_version = ? "
-    f"WHERE key IN (SELECT value FROM json_each(?)) AND state IN ({', '.join(repr(source.value) for source in sorted(sources))})"
+    "WHERE key IN (SELECT value FROM json_each(?)) "
+    f"AND state IN ({', '.join(repr(source.value) for source in sorted(sources))})"
     for state, sources in SOURCES.items()
 }
 

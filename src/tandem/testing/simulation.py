@@ -244,7 +244,9 @@ class Simulation:
             runtime=self.runtime,
         )
         self.trainer = _Trainer()
-        self.book.watch(self.engine.executor, start=self._manifests[-1][0] if self._manifests else 0)
+        self.book.watch(
+            self.engine.executor, start=self._manifests[-1][0] if self._manifests else 0
+        )
         self.engine.initialize()
 
     def _maybe_kill(self) -> None:

@@ -57,7 +57,7 @@ class Book:
         return len(self._final)
 
     def saved(self, step: int, num_final: int) -> None:
-        """The checkpoint of ``step`` counts now; ``num_final`` episodes had ended when it was taken."""
+        """A checkpoint counts now; ``num_final`` episodes had ended when it was taken."""
         assert step == self._version, (step, self._version)
         self._final_at_save = num_final
 
