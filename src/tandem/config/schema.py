@@ -251,7 +251,12 @@ class RolloutConfig(Section):
     min_group_size: PositiveInt = 2
     max_concurrent: PositiveInt = 64
     max_staleness: NonNegativeInt = 1
-    stale_policy: Literal["drop", "mask", "wait"] = "wait"
+    stale_policy: Literal["drop", "mask", "wait", "pace"] = Field(
+        "wait",
+        description="episodes with tokens older than max_staleness: drop them; mask those tokens; "
+        "wait for running episodes before they get too old; pace: mask, and run as few episodes at "
+        "once as keep the trainer busy, so that little gets old",
+    )
     workflow: str = "single_turn"
     workflow_kwargs: dict[str, Any] = {}
     reward: RewardConfig = RewardConfig()

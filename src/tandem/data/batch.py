@@ -273,35 +273,36 @@ def concat_batches(batches: Sequence[TensorDict]) -> TensorDict:
     """
     if not batches:
         raise DataError("concat_batches: received no batches, expected at least one")
-    names = {str(key) for key in batches[0].keys()}  # noqa: SIM118
-    for index, batch in enumerate(batches):
-        found = {str(key) for key in batch.keys()}  # noqa: SIM118
-        if found != names:
-            raise DataError(
-                f"batch {index}: keys differ from those of batch 0: {sorted(found ^ names)}"
-            )
-    nested = {bool(batch["input_ids"].is_nested) for batch in batches}
+    # Plain dicts: looking a key up in a TensorDict costs as much as a small tensor.
+    parts = [dict(batch.items()) for batch in batches]
+    names = parts[0].keys()
+    for index, part in enumerate(parts):
+        if part.keys() != names:
+            differing = sorted(map(str, part.keys() ^ names))
+            raise DataError(f"batch {index}: keys differ from those of batch 0: {differing}")
+    nested = {bool(part["input_ids"].is_nested) for part in parts}
     if len(nested) > 1:
         raise DataError("concat_batches: received padded and jagged batches, expected one layout")
-    width = 0 if nested.pop() else max(batch["input_ids"].shape[1] for batch in batches)
-    parts = [_widened(batch, width) for batch in batches]
+    if not nested.pop():
+        width = max(part["input_ids"].shape[1] for part in parts)
+        parts = [_widened(part, width) for part in parts]
     fields = {name: _cat([part[name] for part in parts]) for name in names}
     return TensorDict(fields, batch_size=[sum(batch.batch_size[0] for batch in batches)])
 
 
-def _widened(batch: TensorDict, width: int) -> TensorDict:
-    if batch["input_ids"].is_nested or batch["input_ids"].shape[1] == width:
-        return batch
-    old = batch["input_ids"].shape[1]
+def _widened(part: dict[str, Any], width: int) -> dict[str, Any]:
+    old = part["input_ids"].shape[1]
+    if old == width:
+        return part
     fields = {}
-    for name, value in batch.items():
+    for name, value in part.items():
         per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == old
         if per_token:
             filled = value.new_full((value.shape[0], width, *value.shape[2:]), _pad_value(name))
             filled[:, :old] = value
             value = filled
         fields[name] = value
-    return TensorDict(fields, batch_size=batch.batch_size)
+    return fields
 
 
 def _cat(values: Sequence[Tensor]) -> Tensor:

@@ -209,17 +209,36 @@ def load_function(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
     return functools.partial(function, **kwargs) if kwargs else function
 
 
-def call(function: RewardFunction, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
-    """Call ``function`` with the four arguments of the contract and the columns of the row.
+class Prepared:
+    """A reward function with what its signature asks for looked up once, at the first call.
 
-    A function without ``**data`` gets the columns that it names; the four are passed by position.
+    One without ``**data`` gets the columns that it names; the four of the contract are passed by
+    position.
     """
-    parameters = list(inspect.signature(function).parameters.values())
-    fixed = function.keywords if isinstance(function, functools.partial) else {}
-    columns = {
-        name: value for name, value in data.items() if name not in CONTRACT and name not in fixed
-    }
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        named = {p.name for p in parameters[len(CONTRACT) :]}
-        columns = {name: value for name, value in columns.items() if name in named}
-    return function(*arguments, **columns)
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.function = function
+        inner = function.func if isinstance(function, functools.partial) else function
+        self.is_instant = any(inner is known for known in INSTANT)
+        self.is_async = inspect.iscoroutinefunction(inner)
+        self._taken = set(CONTRACT)
+        self._named: frozenset[str] | None = None
+        self._is_looked_up = False
+
+    def __call__(self, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
+        if not self._is_looked_up:
+            self._look_up()
+        columns = {
+            name: value
+            for name, value in data.items()
+            if name not in self._taken and (self._named is None or name in self._named)
+        }
+        return self.function(*arguments, **columns)
+
+    def _look_up(self) -> None:
+        parameters = list(inspect.signature(self.function).parameters.values())
+        if isinstance(self.function, functools.partial):
+            self._taken.update(self.function.keywords)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            self._named = frozenset(p.name for p in parameters[len(CONTRACT) :])
+        self._is_looked_up = True

@@ -6,11 +6,9 @@ The functions themselves are in ``rewards``, child processes in ``reward_pool``.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, Protocol
@@ -20,12 +18,7 @@ from tandem.config.schema import RewardConfig
 from tandem.errors import ConfigError
 from tandem.rollout.limits import Limits
 from tandem.rollout.reward_pool import RewardPool
-from tandem.rollout.rewards import (
-    INSTANT,
-    RewardFunction,
-    call,
-    load_function,
-)
+from tandem.rollout.rewards import Prepared, RewardFunction, load_function
 from tandem.rollout.threads import call_user
 from tandem.rollout.workflow import SampleError
 
@@ -76,6 +69,9 @@ class Reward:
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
 
+    def __post_init__(self) -> None:
+        self._prepared = None if self.function is None else Prepared(self.function)
+
     @property
     def sees_group(self) -> bool:
         return self.per == "group"
@@ -95,10 +91,10 @@ class Reward:
             RewardError: it raised, ran out of time or returned something else.
             ConfigError: it cannot work with these data at all.
         """
-        asked = Completion(prompt, completion, prompt_ids, completion_ids)
         if self.per == "completion":
             arguments = (prompt, completion, list(prompt_ids), list(completion_ids))
             return checked_score(await self._call(arguments, data))
+        asked = Completion(prompt, completion, prompt_ids, completion_ids)
         scores = (
             await self._batcher().score(asked, data)
             if self.per == "batch"
@@ -147,7 +143,9 @@ class Reward:
 
     async def _call(self, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
         try:
-            async with self._place():
+            if self.max_concurrent is None:
+                return await self._run(arguments, data)
+            async with self._of_loop().semaphore:
                 return await self._run(arguments, data)
         except (ConfigError, RewardError):
             raise
@@ -163,22 +161,17 @@ class Reward:
     async def _run(self, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
         if self.pool is not None:
             return await asyncio.wrap_future(self.pool.submit(arguments, dict(data)))
-        function = self.function
-        assert function is not None
-        if getattr(function, "func", function) in INSTANT:
-            return call(function, arguments, data)
+        prepared = self._prepared
+        assert prepared is not None
+        if prepared.is_instant:
+            return prepared(arguments, data)
         return await call_user(
-            lambda: call(function, arguments, data),
-            is_async=inspect.iscoroutinefunction(getattr(function, "func", function)),
+            lambda: prepared(arguments, data),
+            is_async=prepared.is_async,
             timeout_s=self.timeout_s,
         )
 
     # asyncio's locks belong to one event loop; a reward may be used from several.
-
-    def _place(self) -> AbstractAsyncContextManager[Any]:
-        if self.max_concurrent is None:
-            return nullcontext()
-        return self._of_loop().semaphore
 
     def _batcher(self) -> _Batcher:
         return self._of_loop().batcher
