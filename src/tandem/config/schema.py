@@ -306,9 +306,35 @@ class EvalConfig(Section):
     every: NonNegativeInt = Field(
         0, description="steps between evaluations; 0: before and after only"
     )
-    samples: PositiveInt = Field(1, description="completions a prompt; 1 with greedy decoding")
+    samples: PositiveInt = Field(
+        1,
+        description="completions a prompt; one is decoded as generation says, more are drawn at "
+        "generation.temperature, whatever generation.greedy",
+    )
     generation: GenerationConfig = GenerationConfig(greedy=True, max_new_tokens=64)
+    correct_at: float = Field(1.0, description="a reward from which on a completion is right")
+    answer: str = Field(
+        "auto",
+        description="what maj@k counts votes by: text, number, path.py:function(completion) -> "
+        "text or None, or auto: what the reward looks at",
+    )
     batch_size: PositiveInt = 256
+
+    @property
+    def decoding(self) -> GenerationConfig:
+        """How completions are made: several greedy ones would all be the same."""
+        return self.generation if self.samples == 1 else self.generation.new(greedy=False)
+
+    @model_validator(mode="after")
+    def _draws(self) -> Self:
+        if self.decoding.n_samples != 1:
+            raise ValueError("eval.generation.n_samples: use eval.samples instead")
+        if self.samples > 1 and self.decoding.is_greedy:
+            raise ValueError(
+                f"eval.samples: got {self.samples} with eval.generation.temperature=0, which draws "
+                "the same completion every time; raise the temperature"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -459,3 +485,23 @@ class RewardModelConfig(PairRoot):
 
     kind: Literal["reward"] = "reward"
     reward: RewardStageConfig
+
+
+class EvalRunConfig(Root):
+    """What ``tandem eval`` measures where no run is at hand: a model on the data of ``eval``."""
+
+    kind: Literal["eval"] = "eval"
+    inference: InferenceConfig = InferenceConfig(mode="inprocess")
+    rollout: RolloutConfig = Field(
+        RolloutConfig(), description="workflow, reward, prompt limits and deadlines"
+    )
+    eval: EvalConfig
+
+    @model_validator(mode="after")
+    def _has_data(self) -> Self:
+        if self.eval.data is None:
+            raise ValueError(
+                "eval.data is required: say what to evaluate on, e.g. eval.data.source=jsonl "
+                "eval.data.path=FILE (tandem eval: --data FILE)"
+            )
+        return self

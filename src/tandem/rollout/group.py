@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OVERLONG_FILTERED = "overlong_prompt=filter"
+"""Stands in the reason of an episode that was rejected because of its prompt's length."""
+
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
@@ -145,10 +148,14 @@ class GroupWorkflow(RolloutWorkflow):
         except DataError as error:
             raise OverlongPromptError(str(error)) from error
         if fitted is None:
-            episode.notes["reason"] = (
-                f"prompt of {len(ids)} > {self.max_prompt_tokens} tokens (overlong_prompt=filter)"
-            )
+            self.note_overlong(episode, len(ids))
         return fitted
+
+    def note_overlong(self, episode: Episode, length: int) -> None:
+        """Say why an episode is rejected whose prompt is filtered."""
+        episode.notes["reason"] = (
+            f"prompt of {length} > {self.max_prompt_tokens} tokens ({OVERLONG_FILTERED})"
+        )
 
     def _encode(self, episode: Episode) -> list[int]:
         prompt = episode.get("prompt")
@@ -279,4 +286,4 @@ def _reject_or_fail(
     errors = [item.error for item in made if item.error is not None]
     if errors:
         raise RolloutError(f"{reason}; the first sample that failed: {errors[0]}") from errors[0]
-    episode.notes["reason"] = reason
+    episode.notes.setdefault("reason", reason)

@@ -146,9 +146,10 @@ def open_task(config: RLConfig, model_path: str) -> RLTask:
     if config.eval.data is not None:
         held_out = HeldOut(
             config.eval,
-            config.rollout.reward,
+            config.rollout,
             tokenizer,
             max_prompt_tokens=limit,
+            max_tokens=_context(config, model_path),
             seed=config.run.seed,
         )
     return RLTask(config, tokenizer, prompts, workflow, held_out)
@@ -309,8 +310,8 @@ class RLSession:
         self.state.accuracies[str(self.state.step)] = result.accuracy
         if self.state.step == 0:
             self.state.samples_before = [dataclasses.asdict(s) for s in result.samples]
-            self.run.metrics.log(0, result.as_metrics("heldout", self.config.eval.samples))
-        return result.as_metrics("heldout", self.config.eval.samples)
+            self.run.metrics.log(0, result.as_metrics("heldout"))
+        return result.as_metrics("heldout")
 
     def _save(self) -> None:
         config = self.config.checkpoint
@@ -420,15 +421,15 @@ def has_signal(rows: TensorDict) -> bool:
     return bool(scored.numel()) and bool(scored.max() > scored.min())
 
 
+def _context(config: RLConfig, model_path: str) -> int:
+    return min(context_length(model_path), config.inference.max_context or sys.maxsize)
+
+
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
     """``config`` with ``max_prompt_tokens`` and ``generation.max_tokens`` set to what context and
     micro-batch leave room for: no row of any workflow is longer."""
     generation = config.rollout.generation
-    context = min(
-        context_length(model_path),
-        config.inference.max_context or sys.maxsize,
-        generation.max_tokens or sys.maxsize,
-    )
+    context = min(_context(config, model_path), generation.max_tokens or sys.maxsize)
     cap, new_tokens = config.train.max_tokens_per_microbatch, generation.max_new_tokens
     room = min(context - 1, cap - new_tokens)
     if room < 1:
