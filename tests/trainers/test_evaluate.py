@@ -1,4 +1,4 @@
-"""The evaluation of a run: what counts as a sample, what is shown to the model, what is left out."""
+"""The evaluation of a run: what a sample is, what the model sees, what is left out."""
 
 from __future__ import annotations
 
@@ -256,5 +256,5 @@ def test_unknown_answer_key_is_refused_before_anything_runs(held_out: Any) -> No
 
 def test_reward_of_evaluation_replaces_that_of_training(held_out: Any, engines: Any) -> None:
     made = held_out(["a"], reward=RewardConfig(name="contains_answer"))
-    backend = GatedBackend(lambda req: made._tokenizer.encode("so 1") + [2])
+    backend = GatedBackend(lambda req: [*made._tokenizer.encode("so 1"), 2])
     assert made.evaluate(engines(backend)).accuracy == 1.0

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tandem.config.reward import RewardConfig
 from tandem.config.section import (
     Beta,
     Dtype,
@@ -198,45 +199,6 @@ class InferenceConfig(Section):
                     f"inference.deterministic needs inference.{name}={value}, "
                     f"got {getattr(self, name)!r}"
                 )
-        return self
-
-
-class RewardConfig(Section):
-    """What scores a completion.
-
-    ``name`` is ``auto`` (the data source's own scorer), ``model`` (0 here: the section
-    ``reward_model`` of an RL run scores it), another built-in, ``path/to/file.py:function`` or
-    ``package.module:function``; ``process`` runs it in child processes with a deadline.
-    """
-
-    name: str = "auto"
-    kwargs: dict[str, Any] = {}
-    per: Literal["completion", "group", "batch"] = Field(
-        "completion", description="what one call sees; group: all completions of a prompt"
-    )
-    batch_size: PositiveInt = Field(64, description="completions of one call, with per=batch")
-    batch_wait_s: NonNegativeFloat = Field(
-        0.05, description="how long a batch is collected, with per=batch"
-    )
-    max_concurrent: PositiveInt | None = Field(None, description="calls at once; None: any number")
-    process: bool = False
-    workers: PositiveInt = 1
-    timeout_s: PositiveFloat = 30.0
-    memory_mb: PositiveInt | None = Field(
-        None, description="address space of a child process; needs process=true"
-    )
-    cpu_s: PositiveFloat | None = Field(
-        None, description="processor seconds of one call; needs process=true"
-    )
-    network: bool = Field(
-        True, description="false: child processes have no network; needs process=true and Linux"
-    )
-
-    @model_validator(mode="after")
-    def _limits_need_a_process(self) -> Self:
-        limited = self.memory_mb is not None or self.cpu_s is not None or not self.network
-        if limited and not self.process:
-            raise ValueError("reward.memory_mb, cpu_s and network=false need reward.process=true")
         return self
 
 
