@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.config.schema import RewardConfig
+from tandem.config.reward import RewardConfig
 from tandem.errors import ConfigError, DataError, RolloutError
 from tandem.rollout import reward_pool
 from tandem.rollout.reward_pool import RewardPool

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.errors import DataError
 
-Shape = Literal["BT", "B", "BT or B"]
+Shape = Literal["BT", "B", "BK", "BT or B"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,15 @@ KEYS: dict[str, KeySpec] = {
     "temperature": KeySpec(_FLOAT, "B"),
     "rewards": KeySpec(_FLOAT, "B"),
     "scores": KeySpec(_FLOAT, "B"),
+    "reward_parts": KeySpec(_FLOAT, "BK"),
+    "greedy_rewards": KeySpec(_FLOAT, "B"),
     "truncated": KeySpec(_BOOL, "B"),
     "bootstrap_values": KeySpec(_FLOAT, "B"),
     "group_ids": KeySpec(_INT, "B"),
     "sample_ids": KeySpec(_INT, "B"),
     "episode_ids": KeySpec(_INT, "B"),
     "attempt": KeySpec(_INT, "B"),
+    "prox_version": KeySpec(_INT, "B"),
     "pair_ids": KeySpec(_INT, "B"),
     "is_chosen": KeySpec(_BOOL, "B"),
     "margins": KeySpec(_FLOAT, "B"),
@@ -142,7 +145,9 @@ def _check_tensor(name: str, value: Any, ids: Any) -> None:
     allowed = []
     if "BT" in spec.shape and not ids.is_nested:
         allowed.append(tuple(ids.shape[:2]))
-    if spec.shape != "BT":
+    if spec.shape == "BK":
+        allowed += [(rows, value.shape[1])] if value.ndim == 2 else []
+    elif spec.shape != "BT":
         allowed.append((rows,))
     if tuple(value.shape) not in allowed:
         expected = " or ".join(str(shape) for shape in allowed) or "jagged like input_ids"
@@ -252,7 +257,10 @@ def _collate_key(
 ) -> Tensor:
     spec = KEYS.get(name)
     tensors = [torch.as_tensor(value, dtype=spec.dtype if spec else None) for value in values]
-    if all(tensor.ndim == 0 for tensor in tensors):
+    has_parts = spec is not None and spec.shape == "BK"
+    if has_parts and len({tensor.shape for tensor in tensors}) > 1:
+        raise DataError(f"{name}: rows differ in the number of parts, expected one for all")
+    if has_parts or all(tensor.ndim == 0 for tensor in tensors):
         return torch.stack(tensors)
     for index, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
         if tuple(tensor.shape) != (length,):
@@ -296,7 +304,8 @@ def _widened(part: dict[str, Any], width: int) -> dict[str, Any]:
         return part
     fields = {}
     for name, value in part.items():
-        per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == old
+        is_wide = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == old
+        per_token = is_wide and (name not in KEYS or KEYS[name].shape != "BK")
         if per_token:
             filled = value.new_full((value.shape[0], width, *value.shape[2:]), _pad_value(name))
             filled[:, :old] = value

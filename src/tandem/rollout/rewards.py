@@ -6,6 +6,7 @@ completion cannot be scored. Running them (deadlines, threads, processes) is in 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import re
@@ -158,6 +159,50 @@ def model(
     return 0.0
 
 
+def compose(parts: Mapping[str, Mapping[str, Any]]) -> RewardFunction:
+    """One function for several: it returns what each of ``parts`` does, by label.
+
+    Each part is ``name`` and ``kwargs``. The function is async when one of them is; those that are
+    not run in threads then.
+    """
+    functions = {
+        label: Prepared(load_function(part["name"], part.get("kwargs", {})))
+        for label, part in parts.items()
+    }
+
+    def together(
+        prompt: Any,
+        completion: str,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        **data: Any,
+    ) -> dict[str, Any]:
+        arguments = (prompt, completion, prompt_ids, completion_ids)
+        return {label: function(arguments, data) for label, function in functions.items()}
+
+    async def together_async(
+        prompt: Any,
+        completion: str,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        **data: Any,
+    ) -> dict[str, Any]:
+        arguments = (prompt, completion, prompt_ids, completion_ids)
+
+        async def one(function: Prepared) -> Any:
+            if function.is_async:
+                return await function(arguments, data)
+            return await asyncio.to_thread(function, arguments, data)
+
+        values = await asyncio.gather(*map(one, functions.values()))
+        return dict(zip(functions, values, strict=True))
+
+    return together_async if any(each.is_async for each in functions.values()) else together
+
+
+PARTS = "parts"
+"""The name under which ``compose`` is loaded; its keyword is ``parts``."""
+
 BUILT_IN: dict[str, RewardFunction] = {
     "auto": auto,
     "code": code,
@@ -195,6 +240,8 @@ def _equal(received: Fraction | None, expected: Fraction, tolerance: float) -> b
 
 def load_function(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
     """The function called ``name`` with ``kwargs`` fixed; see ``RewardConfig``."""
+    if name == PARTS:
+        return compose(**kwargs)
     if name in BUILT_IN:
         function = BUILT_IN[name]
     elif ":" in name:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -43,7 +44,12 @@ from tandem.trainers.rl_batch import (
     select_tokens,
 )
 from tandem.trainers.rl_critic import Critic, open_critic
-from tandem.trainers.rl_rewards import add_scores, penalise_divergence, shape_rewards
+from tandem.trainers.rl_rewards import (
+    add_scores,
+    part_metrics,
+    penalise_divergence,
+    shape_rewards,
+)
 from tandem.types import FinetuneSpec, LossFn
 
 Metrics = dict[str, float]
@@ -91,7 +97,8 @@ class Learner:
             lap("critic")
         if not self._critic_warms_up():
             metrics |= self._optimise(batch, beat)
-        metrics |= mismatch(batch, self.policy.get_version())
+        if "prox_logprobs" in batch:
+            metrics |= mismatch(batch, self.policy.get_version())
         lap("train")
         return metrics
 
@@ -102,6 +109,9 @@ class Learner:
         if self.reward_model is not None and self.config.reward_model is not None:
             metrics |= add_scores(batch, self.reward_model, self.config.reward_model.weight)
         metrics |= rollout_metrics(batch)
+        parts = self.config.rollout.reward.part_weights
+        if parts:
+            metrics |= part_metrics(batch, parts, is_sum=algorithm.advantage == "gdpo")
         limit = self.config.rollout.generation.max_new_tokens
         metrics |= shape_rewards(batch, algorithm, max_new_tokens=limit)
         metrics |= self._score_tokens(batch)
@@ -109,19 +119,28 @@ class Learner:
             metrics |= self._penalise_divergence(batch)
         if self.critic is not None:
             self.critic.predict(batch)
-        batch, found = assign_advantages(batch, algorithm.advantage, **algorithm.advantage_kwargs)
+        batch, found = assign_advantages(batch, algorithm.advantage, **self._advantage_kwargs())
         metrics |= found
-        for correction in algorithm.corrections:
+        for correction in () if self.objective.interpolates else algorithm.corrections:
             batch, found = behaviour_correction(
                 batch, method=correction.method, **correction.kwargs
             )
             metrics |= found
         return batch, metrics
 
+    def _advantage_kwargs(self) -> dict[str, Any]:
+        algorithm, given = self.config.algorithm, dict[str, Any]()
+        if algorithm.advantage == "gdpo":
+            given["weights"] = list(self.config.rollout.reward.part_weights.values())
+        return given | algorithm.advantage_kwargs
+
     def _score_tokens(self, batch: TensorDict) -> Metrics:
         """Log-probabilities of the sampled tokens, and the teacher's likeliest others."""
         algorithm, metrics = self.config.algorithm, dict[str, float]()
-        if not is_single_step(algorithm) or self._critic_warms_up():
+        if self.objective.interpolates:
+            version = self.policy.get_version()
+            batch["prox_version"] = torch.full_like(batch["episode_ids"], version)
+        elif not is_single_step(algorithm) or self._critic_warms_up():
             batch["prox_logprobs"] = score(batch, self.policy)
         if algorithm.kl_coef > 0:
             batch["ref_logprobs"] = reference_logprobs(batch, self.policy, self.reference)

@@ -120,9 +120,10 @@ class _Evaluator:
         if config.eval.data is not None:
             self.held_out = HeldOut(
                 config.eval,
-                config.reward,
+                self._rollout(),
                 stage.tokenizer,
                 max_prompt_tokens=stage.context - 1,
+                max_tokens=stage.context,
                 seed=config.run.seed,
             )
         self.accuracies: dict[str, float] = {}
@@ -146,13 +147,16 @@ class _Evaluator:
         )
         self.last = self.held_out.evaluate(engine)
         self.accuracies[str(step)] = self.last.accuracy
-        return self.last.as_metrics("heldout", self.config.eval.samples)
+        return self.last.as_metrics("heldout")
+
+    def _rollout(self) -> RolloutConfig:
+        return RolloutConfig(reward=self.config.reward, generation=self.config.eval.decoding)
 
     def _started(self) -> ComposedInferenceEngine:
         if self._engine is None:
             self._engine = open_inference_engine(
                 self.config.inference,
-                RolloutConfig(generation=self.config.eval.generation),
+                self._rollout(),
                 model_path=self.stage.model_path,
                 tokenizer=self.stage.tokenizer,
                 incarnation=self.run.incarnation,
