@@ -5,8 +5,8 @@ python benchmarks/algorithms.py --recipes ppo rloo --set steps=20
 python benchmarks/algorithms.py --start outputs/quickstart --seeds 0 1 --set eval.data.size=1000
 
 The quickstart (GRPO) runs first and makes the warm-up that the others start from, unless
-``--start`` names a finished one, which then serves all seeds; ``distill`` has a smaller student with
-a warm-up of its own, and the quickstart's finished model as its teacher.
+``--start`` names a finished one, which then serves all seeds; ``distill`` has a smaller student
+with a warm-up of its own, and the quickstart's finished model as its teacher.
 """
 
 from __future__ import annotations
