@@ -2,13 +2,16 @@
 
 python benchmarks/algorithms.py --json algorithms.json
 python benchmarks/algorithms.py --recipes ppo rloo --set steps=20
+python benchmarks/algorithms.py --start outputs/quickstart --seeds 0 1 --set eval.data.size=1000
 
-The quickstart (GRPO) runs first and makes the warm-up that the others start from; ``distill`` has a
-smaller student with a warm-up of its own, and the quickstart's finished model as its teacher.
+The quickstart (GRPO) runs first and makes the warm-up that the others start from, unless
+``--start`` names a finished one, which then serves all seeds; ``distill`` has a smaller student
+with a warm-up of its own, and the quickstart's finished model as its teacher.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -30,8 +33,13 @@ def overrides_of(recipe: str, start: dict[str, Any]) -> list[str]:
     return ["warmup=null", "model.tiny=null", f"model.path={warm}"]
 
 
-def run_all(recipes: list[str], seed: int, extra: list[str], folder: str) -> dict[str, Any]:
-    start = run_once(START, seed, extra, folder)
+def run_all(
+    recipes: list[str], seed: int, extra: list[str], folder: str, finished: Path | None
+) -> dict[str, Any]:
+    if finished is None:
+        start = run_once(START, seed, extra, folder)
+    else:
+        start = json.loads((finished / "summary.json").read_text())
     found = {START: start}
     for recipe in recipes:
         found[recipe] = run_once(recipe, seed, [*overrides_of(recipe, start), *extra], folder)
@@ -52,13 +60,14 @@ def table(runs: list[dict[str, Any]]) -> str:
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    arguments.add_argument("--start", type=Path, help="directory of a finished quickstart")
     arguments.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments.add_argument("--set", nargs="*", default=[], help="section.key=value overrides")
     options = arguments.parse_args()
     runs = []
     for seed in options.seeds:
         with tempfile.TemporaryDirectory() as folder:
-            runs.append(run_all(options.recipes, seed, options.set, folder))
+            runs.append(run_all(options.recipes, seed, options.set, folder, options.start))
     report({"seeds": options.seeds, "overrides": options.set, "runs": runs}, options.json)
     print(table(runs))
 
