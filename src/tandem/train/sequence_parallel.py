@@ -59,9 +59,9 @@ def check_positions(model: Any) -> None:
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {value.get("rope_type") for value in (rope, *rope.values()) if isinstance(value, dict)}
-    if found := kinds & set(LENGTH_DEPENDENT):
+    if found := [kind for kind in LENGTH_DEPENDENT if kind in kinds]:
         raise CapabilityError(
-            f"{type(model).__name__}: rotary embeddings of type {', '.join(sorted(found))} depend "
+            f"{type(model).__name__}: rotary embeddings of type {', '.join(found)} depend "
             "on the length of the whole sequence, which a rank with a slice of it does not know; "
             "use train.parallel.sequence=1"
         )
