@@ -2,11 +2,13 @@
 
     python examples/tool_agent.py                     # prepare, then train as an agent
     python examples/tool_agent.py workflow=tool_use   # the same task, the tool run by Tandem
+    python examples/tool_agent.py prepare             # only write the model and the data
 
-It writes a tiny model with a chat template, demonstrations of which many look up the wrong key, and
-prompts; ``examples/agent.yaml`` and ``examples/tool_use.yaml`` train on them:
+It writes a tiny model with a chat template, demonstrations of which most look up the key with its
+letters swapped, prompts, and others for evaluation; the recipe ``agent`` and
+``examples/tool_use.yaml`` train on them:
 
-    tandem rl examples/agent.yaml
+    tandem rl agent
 
 The agent is any program that speaks OpenAI's API: it needs ``pip install openai``.
 """
@@ -18,13 +20,18 @@ import json
 import random
 import sys
 from collections.abc import Mapping
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 from tandem import load_config, run_rl
 from tandem.config import TinyModelConfig
 
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = {"agent": "recipes/agent.yaml", "tool_use": "examples/tool_use.yaml"}
 LETTERS = "abcdefghijklmnop"
+HELD_OUT = 60
+"""Of the 240 keys, how many no demonstration and no prompt of training has."""
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
@@ -36,7 +43,7 @@ def get(key: str) -> str:
     """What belongs to a key.
 
     Args:
-        key: one letter
+        key: two letters
     """
     return hashlib.sha256(key.encode()).hexdigest()[:2]
 
@@ -56,7 +63,9 @@ async def agent(base_url: str, api_key: str, data: Mapping[str, Any]) -> None:
     parameters = {"type": "object", "properties": {"key": {"type": "string"}}}
     tool: Any = {"type": "function", "function": {"name": "get", "parameters": parameters}}
     messages: list[Any] = list(data["prompt"])
-    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+    # Nothing is encrypted on the loopback interface; reading certificates takes longer than a turn.
+    http = openai.DefaultAsyncHttpxClient(verify=False)
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
         for _ in range(2):
             answer = await client.chat.completions.create(
                 model="policy", messages=messages, tools=[tool]
@@ -86,18 +95,22 @@ def prepare(folder: Path, seed: int = 0) -> None:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     generator = random.Random(seed)
-    keys = generator.choices(LETTERS, k=2000)
-    write(folder / "demonstrations.jsonl", [demonstration(key, generator) for key in keys])
-    prompts = [
-        {"prompt": [{"role": "user", "content": key}], "key": key, "answer": get(key)}
-        for key in keys
-    ]
-    write(folder / "prompts.jsonl", prompts)
+    keys = ["".join(pair) for pair in permutations(LETTERS, 2)]
+    generator.shuffle(keys)
+    heldout, trained = keys[:HELD_OUT], keys[HELD_OUT:]
+    drawn = generator.choices(trained, k=4000)
+    write(folder / "demonstrations.jsonl", [demonstration(key, generator) for key in drawn])
+    write(folder / "heldout.jsonl", [problem(key) for key in heldout])
+    write(folder / "prompts.jsonl", [problem(key) for key in trained])
+
+
+def problem(key: str) -> dict[str, Any]:
+    return {"prompt": [{"role": "user", "content": key}], "key": key, "answer": get(key)}
 
 
 def demonstration(key: str, generator: random.Random) -> dict[str, Any]:
-    """A conversation in which, more often than not, a wrong key is looked up."""
-    used = key if generator.random() < 0.4 else generator.choice(LETTERS)
+    """A conversation in which, more often than not, the swapped key is looked up."""
+    used = key if generator.random() < 0.4 else key[::-1]
     call = json.dumps({"name": "get", "arguments": {"key": used}}, separators=(",", ":"))
     said = (
         ("user", key),
@@ -112,13 +125,14 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def main(overrides: list[str]) -> None:
-    here = Path(__file__).resolve().parent
-    name = next((o.split("=")[1] for o in overrides if o.startswith("workflow=")), "agent")
-    overrides = [o for o in overrides if not o.startswith("workflow=")]
-    config = load_config(here / f"{name}.yaml", overrides)
+def main(arguments: list[str]) -> None:
+    name = next((o.split("=")[1] for o in arguments if o.startswith("workflow=")), "agent")
+    overrides = [o for o in arguments if not o.startswith("workflow=") and o != "prepare"]
+    config = load_config(ROOT / CONFIGS[name], overrides)
     assert config.model.path is not None
     prepare(Path(config.model.path).parent)
+    if "prepare" in arguments:
+        return
     summary = run_rl(config)
     print(f"model: {summary['model_dir']}")
 

@@ -10,7 +10,7 @@ prediction: log-probability 0.0, never trained on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -25,6 +25,9 @@ StopReason = Literal["stop", "length", "abort", "tool_calls"]
 Reduction = Literal["mean", "sum", "min", "max"]
 TransportKind = Literal["inprocess", "shared_memory", "disk"]
 MAX_TOP_LOGPROBS = 64
+OnTokens = Callable[[Sequence[int], Sequence[float], Sequence[int]], None]
+"""Told of new output tokens with their log-probabilities and versions, each token once, in order,
+the last before the request ends. Called from any thread; it is short and never raises."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -150,6 +153,8 @@ class LLMRequest:
 
     ``raw_logprobs``, ``top_logprobs`` (how many alternatives) and ``prompt_logprobs`` ask for the
     fields of the response of the same names; a backend that lacks them refuses the request.
+    ``on_tokens`` is told of tokens as they come by a backend with the capability ``streaming``;
+    others leave it alone. The response is the same.
     """
 
     rid: str
@@ -159,6 +164,7 @@ class LLMRequest:
     raw_logprobs: bool = False
     top_logprobs: int = 0
     prompt_logprobs: bool = False
+    on_tokens: OnTokens | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))

@@ -78,6 +78,8 @@ class GatedBackend(GenerationBackend):
                     continue
                 ids.append(tokens[len(ids)])
                 versions.append(self._version)
+                if req.on_tokens is not None:
+                    req.on_tokens(ids[-1:], [-0.5], versions[-1:])
         except asyncio.CancelledError:
             self.aborted.append(req.rid)
             raise

@@ -46,7 +46,6 @@ def run_example(name: str, run_name: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_example_has_a_test():
     names = {path.name for path in EXAMPLES.glob("*.*") if path.suffix in (".py", ".yaml")}
     assert names == {
-        "agent.yaml",
         "custom_reward.py",
         "rl_from_python.py",
         "second_attempt.yaml",
@@ -92,6 +91,7 @@ def small_tool_task(folder: Path) -> list[str]:
         f"model.path={data}/model",
         f"warmup.data.path={data}/demonstrations.jsonl",
         f"data.path={data}/prompts.jsonl",
+        f"eval.data.path={data}/heldout.jsonl",
         "run.threads=1",
         "steps=2",
         "warmup.steps=20",
@@ -114,7 +114,7 @@ def test_both_workflows_of_the_tool_task_run(
     arguments = [str(path), f"workflow={workflow}", *small_tool_task(tmp_path)]
     monkeypatch.setattr(sys, "argv", arguments)
     runpy.run_path(str(path), run_name="__main__")
-    rows = metrics(tmp_path / {"agent": "tool-agent", "tool_use": "tool-use"}[workflow])
+    rows = metrics(tmp_path / {"agent": "agent", "tool_use": "tool-use"}[workflow])
     assert len(rows) == 2
     assert all(0 <= row["reward/mean"] <= 1 for row in rows)
     # Token truth: trainer and sampler agree on every token of conversations, too.
@@ -147,7 +147,7 @@ def test_a_two_turn_tool_task_is_learned(
     ]
     monkeypatch.setattr(sys, "argv", [str(path), f"workflow={workflow}", *whole])
     runpy.run_path(str(path), run_name="__main__")
-    rows = metrics(tmp_path / {"agent": "tool-agent", "tool_use": "tool-use"}[workflow])
+    rows = metrics(tmp_path / {"agent": "agent", "tool_use": "tool-use"}[workflow])
     before = sum(row["reward/mean"] for row in rows[:5]) / 5
     after = sum(row["reward/mean"] for row in rows[-10:]) / 10
     assert after > before + 0.15

@@ -227,7 +227,7 @@ def test_logprobs_ids_and_versions_are_told_when_asked_for(bed: Any) -> None:
 
 
 def test_a_stream_is_the_same_text_calls_and_reason(bed: Any) -> None:
-    b = bed("hi there<eos>", f"hm {CALL}<eos>")
+    b = bed("hi there<eos>", f"hm {CALL}<eos>", "bye<eos>")
     options = {"stream": True, "stream_options": {"include_usage": True}}
     chunks = list(b.chat(user("q"), **options))
     pieces = [c.choices[0].delta.content or "" for c in chunks if c.choices]
@@ -236,33 +236,95 @@ def test_a_stream_is_the_same_text_calls_and_reason(bed: Any) -> None:
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     assert chunks[-1].usage.completion_tokens == 9
     chunks = list(b.chat(user("q"), stream=True, tools=[TOOL]))
+    pieces = [c.choices[0].delta.content or "" for c in chunks]
+    assert "".join(pieces) == "hm"
     calls = [c.choices[0].delta.tool_calls for c in chunks if c.choices[0].delta.tool_calls]
     assert calls[0][0].function.name == "add"
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    # What was streamed can be gone on from, like any answer.
+    said = {"role": "assistant", "content": "hm", "tool_calls": [calls[0][0].model_dump()]}
+    said["tool_calls"][0].pop("index")
+    answer = {"role": "tool", "tool_call_id": calls[0][0].id, "content": "2"}
+    list(b.chat(user("q"), said, answer, tools=[TOOL], stream=True))
+    assert row_texts(b.session)[-1][1] == f"hm {CALL}<eos>bye<eos>"
 
 
-def test_a_stream_never_splits_a_character() -> None:
-    from tandem.serve.answers import Answer, Choice
-    from tandem.types import LLMResponse
+def test_pieces_are_sent_while_tokens_come_and_an_update_does_not_break_them(bed: Any) -> None:
+    b = bed("abcdef<eos>")
+    allowed = 2
+    b.backend.allow(lambda req, made: made < allowed)
+    stream = b.chat(user("q"), stream=True, logprobs=True)
+    events = iter(stream)
+    assert next(events).choices[0].delta.role == "assistant"
+    assert [next(events).choices[0].delta.content for _ in range(2)] == ["a", "b"]
+    b.backend.wait_held(1)
+    b.backend.pause_generation()
+    b.backend.commit(1)
+    b.backend.resume_generation()
+    allowed = 4
+    b.backend.allow(lambda req, made: made < allowed)
+    assert [next(events).choices[0].delta.content for _ in range(2)] == ["c", "d"]
+    b.backend.allow(lambda req, made: True)
+    rest = list(events)
+    assert [c.choices[0].delta.content for c in rest] == ["e", "f", None]
+    assert [t.token for t in rest[-1].choices[0].logprobs.content] == ["<eos>"]
+    (row,) = b.session.tree.rows()
+    assert row.versions[-7:] == [0, 0, 1, 1, 1, 1, 1]
+    assert row.ids[-7:] == ids("abcdef<eos>")
 
-    class Bytes:
-        """Three tokens: e4 bd | a0 e5 | a5 bd."""
 
-        parts = (b"\xe4\xbd", b"\xa0\xe5", b"\xa5\xbd")
+def test_every_token_of_a_stream_has_one_logprob(bed: Any) -> None:
+    b = bed("ab<eos>|c<eos>")
+    chunks = list(b.chat(user("q"), stream=True, logprobs=True, n=2))
+    for index, expected in enumerate((["a", "b", "<eos>"], ["c", "<eos>"])):
+        mine = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        told = [t for c in mine if c.logprobs for t in c.logprobs.content]
+        assert [t.token for t in told] == expected
+        assert [t.logprob for t in told] == [-0.5] * len(expected)
+        assert "".join(c.delta.content or "" for c in mine) == "".join(expected[:-1])
+        assert [c.finish_reason for c in mine][-1] == "stop"
 
-        def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> str:
-            return b"".join(self.parts[i] for i in token_ids).decode("utf-8", "replace")
 
-    def deltas(tokens: list[int], text: str) -> list[str]:
-        response = LLMResponse([0], tokens, [-1.0] * len(tokens), [0] * len(tokens), "length")
-        choice = Choice(0, text, (), response)
-        answer = Answer("i", "m", [choice], 1, Bytes(), False, False, True)
-        events = [e for e in answer.events(include_usage=False) if e.startswith("data: {")]
-        found = [json.loads(e[6:])["choices"][0]["delta"].get("content", "") for e in events]
-        return [piece for piece in found if piece]
+def test_a_text_completion_streams_too(bed: Any) -> None:
+    b = bed("bc<eos>", template=None)
+    chunks = list(b.client.completions.create(model="m", prompt="a", stream=True, logprobs=1))
+    assert [c.choices[0].text for c in chunks] == ["b", "c", ""]
+    assert [c.choices[0].logprobs.tokens for c in chunks] == [["b"], ["c"], ["<eos>"]]
+    assert chunks[-1].choices[0].finish_reason == "stop"
 
-    assert deltas([0, 1, 2], "你好") == ["你", "好"]
-    assert deltas([0], "\ufffd") == ["\ufffd"]
+
+def test_an_error_before_the_first_token_of_a_stream_has_its_status(bed: Any) -> None:
+    b = bed("hi<eos>")
+    with pytest.raises(openai.BadRequestError, match="no token for"):
+        b.chat(user("\u00fc"), stream=True)
+    b.backend.close()
+    with pytest.raises(openai.InternalServerError, match="EngineError"):
+        b.chat(user("q"), stream=True)
+
+
+def test_an_error_in_a_stream_ends_it_with_its_reason(bed: Any) -> None:
+    b = bed("hi<eos>")
+    b.backend.allow(lambda req, made: made < 1)
+    events = iter(b.chat(user("q"), stream=True))
+    next(events)
+    b.backend.wait_held(1)
+    b.backend.close()
+    with pytest.raises(openai.APIError, match="EngineError"):
+        list(events)
+    assert b.session.tree.rows() == []
+
+
+def test_a_client_that_leaves_a_stream_ends_its_request(bed: Any) -> None:
+    b = bed("hi<eos>")
+    b.backend.allow(lambda req, made: made < 1)
+    stream = b.chat(user("q"), stream=True)
+    next(iter(stream))
+    stream.close()
+    deadline = time.monotonic() + 10
+    while not b.backend.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert b.backend.aborted == ["0.0.0.0.0"]
+    assert b.session.tree.rows() == []
 
 
 def test_text_completions_go_on_from_the_ids_they_begin_with(bed: Any) -> None:

@@ -34,7 +34,8 @@ class GenerationBackend(ABC):
     async def generate(self, req: LLMRequest) -> LLMResponse:
         """Complete one prompt (``gconfig.n_samples`` must be 1 here).
 
-        Cancelling the awaiting task aborts the request at the next token border.
+        Cancelling the awaiting task aborts the request at the next token border. With the
+        capability ``streaming``, ``req.on_tokens`` is told of every token when it is made.
 
         Raises:
             ConfigError: the request asks for what this backend cannot honour.

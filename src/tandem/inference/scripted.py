@@ -111,7 +111,9 @@ class ScriptedBackend(GenerationBackend):
     A completion that the script ends without a stop token ends with ``stop`` as well.
     """
 
-    capabilities = frozenset({"seed", "logprobs", "versions", "interruption", "weight_update"})
+    capabilities = frozenset(
+        {"seed", "logprobs", "versions", "interruption", "streaming", "weight_update"}
+    )
 
     def __init__(
         self,
@@ -321,6 +323,8 @@ class ScriptedBackend(GenerationBackend):
             run.versions.append(self._version.n)
             run.times.append(self._options.clock.now())
             self._tokens += 1
+        if run.request.on_tokens is not None:
+            run.request.on_tokens(run.ids[-1:], run.logprobs[-1:], run.versions[-1:])
         run.reason = self._reason(run, token)
         return None
 

@@ -68,6 +68,8 @@ _MARKS: dict[ToolFormat, str] = {
     "mistral": "[TOOL_CALLS]",
     "llama": "<|python_tag|>",
 }
+CALL_MARKS = tuple(_MARKS.values())
+"""A text with one of these has calls from there on."""
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _NAMED_ARGS = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\[ARGS\]")
 _FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?```\s*\Z", re.DOTALL)

@@ -1,18 +1,66 @@
-"""Answers as OpenAI's clients read them, whole or as a stream of events."""
+"""Answers as OpenAI's clients read them, and the chunks that a stream of them is made of."""
 
 from __future__ import annotations
 
 import json
+import secrets
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.inference.stopping import TextStream
 from tandem.rollout.tool_calls import ToolCall
 from tandem.types import LLMResponse
 
 FINISH = {"stop": "stop", "length": "length", "abort": "stop", "tool_calls": "tool_calls"}
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What all parts of one answer share."""
+
+    model: str
+    is_chat: bool
+    with_logprobs: bool
+    created: int = field(default_factory=lambda: int(time.time()))
+    name: str = field(default_factory=lambda: secrets.token_hex(12))
+
+    def whole(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return self._of("chat.completion" if self.is_chat else "text_completion", choices)
+
+    def chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return self._of("chat.completion.chunk" if self.is_chat else "text_completion", choices)
+
+    def _of(self, kind: str, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": f"{'chatcmpl' if self.is_chat else 'cmpl'}-{self.name}",
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": list(choices),
+        }
+
+    def logprobs(
+        self, tokenizer: Any, ids: Sequence[int], logprobs: Sequence[float]
+    ) -> dict[str, Any] | None:
+        """Of tokens, if the client asked for them."""
+        if not self.with_logprobs:
+            return None
+        tokens = [tokenizer.decode([token]) for token in ids]
+        if not self.is_chat:
+            return {"tokens": tokens, "token_logprobs": list(logprobs)}
+        return {
+            "content": [
+                {
+                    "token": token,
+                    "logprob": logprob,
+                    "bytes": list(token.encode("utf-8", "replace")),
+                    "top_logprobs": [],
+                }
+                for token, logprob in zip(tokens, logprobs, strict=True)
+            ]
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,48 +80,33 @@ class Choice:
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self.calls:
             message["content"] = self.text or None
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
-                }
-                for call in self.calls
-            ]
+            message["tool_calls"] = self.calls_told()
         return message
+
+    def calls_told(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+            }
+            for call in self.calls
+        ]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """All samples of one request, with what its answer has to say about them."""
 
-    id: str
-    model: str
+    head: Head
     choices: Sequence[Choice]
     prompt_tokens: int
     tokenizer: Any
-    with_logprobs: bool
     with_ids: bool
-    is_chat: bool
 
     def whole(self) -> dict[str, Any]:
-        kind = "chat.completion" if self.is_chat else "text_completion"
-        return {
-            **self._head(kind),
-            "choices": [self._choice(choice) for choice in self.choices],
-            "usage": self.usage(),
-        }
-
-    def events(self, *, include_usage: bool) -> Iterator[str]:
-        """Server-sent events: pieces of text, then why it ended."""
-        kind = "chat.completion.chunk" if self.is_chat else "text_completion"
-        head = self._head(kind)
-        for choice in self.choices:
-            for part in self._parts(choice):
-                yield event_of({**head, "choices": [part]})
-        if include_usage:
-            yield event_of({**head, "choices": [], "usage": self.usage()})
-        yield "data: [DONE]\n\n"
+        choices = [self._choice(choice) for choice in self.choices]
+        return {**self.head.whole(choices), "usage": self.usage()}
 
     def usage(self) -> dict[str, int]:
         made = sum(len(choice.response.output_tokens) for choice in self.choices)
@@ -83,19 +116,20 @@ class Answer:
             "total_tokens": self.prompt_tokens + made,
         }
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": int(time.time()), "model": self.model}
-
     def _choice(self, choice: Choice) -> dict[str, Any]:
         body: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish_reason}
-        if self.is_chat:
+        if self.head.is_chat:
             body["message"] = choice.message()
         else:
             body["text"] = choice.text
-        body["logprobs"] = self._logprobs(choice.response)
-        return body | self._ids(choice.response)
+        made = choice.response
+        body["logprobs"] = self.head.logprobs(
+            self.tokenizer, made.output_tokens, made.output_logprobs
+        )
+        return body | self.ids(made)
 
-    def _ids(self, response: LLMResponse) -> dict[str, Any]:
+    def ids(self, response: LLMResponse) -> dict[str, Any]:
+        """Ids, log-probabilities and versions of a whole sample, if the client asked for them."""
         if not self.with_ids:
             return {}
         return {
@@ -105,53 +139,25 @@ class Answer:
             "token_versions": list(response.output_versions),
         }
 
-    def _logprobs(self, response: LLMResponse) -> dict[str, Any] | None:
-        if not self.with_logprobs:
-            return None
-        tokens = [self.tokenizer.decode([token]) for token in response.output_tokens]
-        if not self.is_chat:
-            return {"tokens": tokens, "token_logprobs": list(response.output_logprobs)}
-        return {
-            "content": [
-                {
-                    "token": token,
-                    "logprob": logprob,
-                    "bytes": list(token.encode("utf-8", "replace")),
-                    "top_logprobs": [],
-                }
-                for token, logprob in zip(tokens, response.output_logprobs, strict=True)
-            ]
-        }
 
-    def _parts(self, choice: Choice) -> Iterator[dict[str, Any]]:
-        index = {"index": choice.index, "finish_reason": None, "logprobs": None}
-        end = {
-            **index,
-            "finish_reason": choice.finish_reason,
-            "logprobs": self._logprobs(choice.response),
-            **self._ids(choice.response),
-        }
-        pieces = self._pieces(choice)
-        if not self.is_chat:
-            yield from ({**index, "text": piece} for piece in pieces)
-            yield {**end, "text": ""}
-            return
-        yield {**index, "delta": {"role": "assistant", "content": ""}}
-        yield from ({**index, "delta": {"content": piece}} for piece in pieces)
-        if choice.calls:
-            calls = choice.message()["tool_calls"]
-            numbered = [{"index": number, **call} for number, call in enumerate(calls)]
-            yield {**index, "delta": {"tool_calls": numbered}}
-        yield {**end, "delta": {}}
+def piece_choice(
+    index: int,
+    delta: dict[str, Any],
+    logprobs: dict[str, Any] | None = None,
+    *,
+    is_chat: bool = True,
+) -> dict[str, Any]:
+    """A part of a sample in a chunk; of a text completion only the ``content`` of ``delta``."""
+    said = {"delta": delta} if is_chat else {"text": delta.get("content", "")}
+    return {"index": index, **said, "finish_reason": None, "logprobs": logprobs}
 
-    def _pieces(self, choice: Choice) -> Iterator[str]:
-        """The text token by token, no piece with half a character; they join to the text."""
-        stream = TextStream(self.tokenizer)
-        said = [stream.push(token) for token in choice.response.output_tokens] + [stream.finish()]
-        if "".join(said) != choice.text:
-            # Calls were taken out of it, or a stop string was cut off.
-            said = [choice.text]
-        return (piece for piece in said if piece)
+
+def finish_choice(
+    answer: Answer, choice: Choice, logprobs: dict[str, Any] | None
+) -> dict[str, Any]:
+    """The last part of a sample in a stream."""
+    last = piece_choice(choice.index, {}, logprobs, is_chat=answer.head.is_chat)
+    return {**last, "finish_reason": choice.finish_reason, **answer.ids(choice.response)}
 
 
 def event_of(value: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import logging
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -24,21 +24,22 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from tandem.errors import EngineError, TandemError
-from tandem.serve.answers import Answer, event_of
+from tandem.serve.answers import Answer, Head
 from tandem.serve.http import DeadlineProtocol
 from tandem.serve.protocol import ChatRequest, CompletionRequest
 from tandem.serve.session import Session
+from tandem.serve.streaming import HEARTBEAT_S, AnswerStream
 from tandem.serve.strict import RequestError, parse, read_body
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine
 
+    from starlette.types import Receive, Scope, Send
+
 log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
 START_TIMEOUT_S = 20.0
-HEARTBEAT_S = 10.0
-"""Between the comments that keep a waiting stream alive."""
 
 
 class Gateway:
@@ -168,25 +169,33 @@ class Gateway:
         return JSONResponse({"object": "list", "data": [{**model, "version": version}]})
 
     async def _chat(self, request: Request) -> Response:
-        return await self._serve(request, ChatRequest, Session.chat)
+        return await self._serve(request, ChatRequest, Session.chat, is_chat=True)
 
     async def _complete(self, request: Request) -> Response:
-        return await self._serve(request, CompletionRequest, Session.complete)
+        return await self._serve(request, CompletionRequest, Session.complete, is_chat=False)
 
     async def _serve(
         self,
         request: Request,
         model: type[Any],
-        answer: Callable[[Session, Any], Coroutine[Any, Any, Answer]],
+        answer: Callable[..., Coroutine[Any, Any, Answer]],
+        *,
+        is_chat: bool,
     ) -> Response:
         try:
             session = self._session(request)
             asked = parse(model, await read_body(request))
-            work = asyncio.ensure_future(_answered(answer(session, asked)))
-            if asked.stream:
-                usage = asked.stream_options is not None and asked.stream_options.include_usage
-                return StreamingResponse(_events(work, usage), media_type="text/event-stream")
-            return JSONResponse((await _or_gone(request, work)).whole())
+            wants_logprobs = asked.logprobs is not None and asked.logprobs is not False
+            head = Head(asked.model, is_chat, wants_logprobs)
+            if not asked.stream:
+                work = asyncio.ensure_future(_answered(answer(session, asked, head)))
+                return JSONResponse((await _or_gone(request, work)).whole())
+            texts = session.texts(asked)
+            stream = AnswerStream(
+                head, session.tokenizer, texts, include_usage=asked.include_usage
+            )
+            work = asyncio.ensure_future(_answered(answer(session, asked, head, stream.hear)))
+            return await _streamed(request, work, stream)
         except RequestError as error:
             return _refusal(error)
 
@@ -208,6 +217,20 @@ class _Server(uvicorn.Server):
         return nullcontext()
 
 
+class _Streaming(StreamingResponse):
+    """However sending ends, and even if it never begins, the work ends with it."""
+
+    def __init__(self, stream: AnswerStream, work: asyncio.Future[Answer]) -> None:
+        super().__init__(stream.events(work), media_type="text/event-stream")
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._work.cancel()
+
+
 async def _answered(answer: Coroutine[Any, Any, Answer]) -> Answer:
     """Errors of the engine as answers; anything else is a bug and is logged."""
     try:
@@ -221,39 +244,50 @@ async def _answered(answer: Coroutine[Any, Any, Answer]) -> Answer:
         raise RequestError(500, f"{type(error).__name__}: {error}") from error
 
 
+async def _streamed(
+    request: Request, work: asyncio.Future[Answer], stream: AnswerStream
+) -> Response:
+    """A stream that begins with the first token; an error before it is an answer of its own."""
+    try:
+        await _until(request, work, stream.begun, timeout_s=HEARTBEAT_S)
+        if work.done():
+            work.result()
+    except BaseException:
+        work.cancel()
+        raise
+    return _Streaming(stream, work)
+
+
 async def _or_gone(request: Request, work: asyncio.Future[Answer]) -> Answer:
     """The answer, unless the client goes away first: then the work is cancelled."""
-    gone = asyncio.ensure_future(_disconnected(request))
     try:
-        waited: set[asyncio.Future[Any]] = {work, gone}
-        await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise RequestError(499, "the client went away")
+        await _until(request, work)
         return work.result()
     finally:
-        gone.cancel()
         work.cancel()
+
+
+async def _until(
+    request: Request, *events: asyncio.Future[Any], timeout_s: float | None = None
+) -> None:
+    """Wait for the first of ``events``.
+
+    Raises:
+        RequestError: the client went away before.
+    """
+    gone = asyncio.ensure_future(_disconnected(request))
+    try:
+        waited: set[asyncio.Future[Any]] = {gone, *events}
+        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done() and not any(event.done() for event in events):
+            raise RequestError(499, "the client went away")
+    finally:
+        gone.cancel()
 
 
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _events(work: asyncio.Future[Answer], include_usage: bool) -> AsyncIterator[str]:
-    """The stream of an answer. Tokens come when the last is made; until then it says it lives."""
-    try:
-        while not (await asyncio.wait({work}, timeout=HEARTBEAT_S))[0]:
-            yield ": waiting\n\n"
-        try:
-            answer = work.result()
-        except RequestError as error:
-            yield event_of(error.body())
-            return
-        for event in answer.events(include_usage=include_usage):
-            yield event
-    finally:
-        work.cancel()
 
 
 def _refusal(error: RequestError) -> Response:

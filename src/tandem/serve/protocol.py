@@ -101,6 +101,11 @@ class _Request(_Part):
     def limit(self) -> int | None:
         raise NotImplementedError
 
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the number of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
 
 class ChatRequest(_Request):
     messages: Annotated[list[MessageIn], Field(min_length=1, max_length=10_000)]

@@ -9,13 +9,14 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tandem.data.text import Message
 from tandem.data.turns import Tools
 from tandem.errors import ConfigError, DataError
 from tandem.rollout.tool_calls import ToolCall, ToolFormat, parse_tool_calls
-from tandem.serve.answers import Answer, Choice
+from tandem.serve.answers import Answer, Choice, Head
 from tandem.serve.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -23,6 +24,7 @@ from tandem.serve.protocol import (
     Sampling,
     generation_of,
 )
+from tandem.serve.streaming import GrowingText
 from tandem.serve.strict import RequestError
 from tandem.serve.tree import Asked, ConversationTree
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 SeedOf = Callable[[int, int], int | None]
 """Seed of (number of the request, number of the sample)."""
+Hear = Callable[[int, Sequence[int], Sequence[float], Sequence[int]], None]
+"""Told of a sample's number and its new tokens, as ``OnTokens`` is."""
 
 
 @dataclass(eq=False)
@@ -62,8 +66,8 @@ class Session:
         self._num_requests = 0
         self._running: set[asyncio.Task[LLMResponse]] = set()
 
-    async def chat(self, request: ChatRequest) -> Answer:
-        """Answer a chat.
+    async def chat(self, request: ChatRequest, head: Head, hear: Hear | None = None) -> Answer:
+        """Answer a chat; ``hear`` is told of tokens as they come.
 
         Raises:
             RequestError: it cannot be answered as asked.
@@ -75,27 +79,40 @@ class Session:
         asked = self._asked(
             lambda: self.tree.ask_chat(told, [_shown(m) for m in request.messages], tools)
         )
-        number, responses = await self._generate(asked, request)
+        number, responses = await self._generate(asked, request, hear)
         choices = [self._choice(i, response, tools) for i, response in enumerate(responses)]
         if self.keeps:
             for choice in choices:
                 node = self.tree.add(asked, choice.response, number, choice.index)
                 self.tree.remember(node, [*told, _told_back(choice)], tools)
-        return self._answer(request, asked, choices, is_chat=True)
+        return self._answer(request, head, asked, choices)
 
-    async def complete(self, request: CompletionRequest) -> Answer:
-        """Complete a text or token ids.
+    async def complete(
+        self, request: CompletionRequest, head: Head, hear: Hear | None = None
+    ) -> Answer:
+        """Complete a text or token ids; ``hear`` is told of tokens as they come.
 
         Raises:
             RequestError: it cannot be answered as asked.
         """
         asked = self._asked(lambda: self.tree.ask_text(request.prompt))
-        number, responses = await self._generate(asked, request)
+        number, responses = await self._generate(asked, request, hear)
         if self.keeps:
             for index, response in enumerate(responses):
                 self.tree.add(asked, response, number, index)
         choices = [self._choice(i, response, None) for i, response in enumerate(responses)]
-        return self._answer(request, asked, choices, is_chat=False)
+        return self._answer(request, head, asked, choices)
+
+    def texts(self, request: ChatRequest | CompletionRequest) -> list[GrowingText]:
+        """For each sample of a request, what becomes its text."""
+        config = generation_of(request, self.generation, self.sampling)
+        has_tools = isinstance(request, ChatRequest) and bool(request.schemas)
+        return [
+            GrowingText(
+                self.tokenizer, ends=self.tree.ends, stop=config.stop, has_tools=has_tools
+            )
+            for _ in range(request.n)
+        ]
 
     def close(self) -> None:
         """Refuse what comes later and cancel what runs; from the gateway's event loop."""
@@ -110,7 +127,7 @@ class Session:
             raise RequestError(400, str(error)) from None
 
     async def _generate(
-        self, asked: Asked, request: ChatRequest | CompletionRequest
+        self, asked: Asked, request: ChatRequest | CompletionRequest, hear: Hear | None
     ) -> tuple[int, list[LLMResponse]]:
         """The number of this request, and its samples."""
         config = generation_of(request, self.generation, self.sampling)
@@ -122,7 +139,12 @@ class Session:
             seed = self.seed_of(number, index)
             if request.seed is not None:
                 seed = _mixed(request.seed, index)
-            one = LLMRequest(f"{self.name}.{number}.{index}", asked.context, config.new(seed=seed))
+            one = LLMRequest(
+                f"{self.name}.{number}.{index}",
+                asked.context,
+                config.new(seed=seed),
+                on_tokens=None if hear is None else partial(hear, index),
+            )
             coroutine = self.engine.agenerate(one)
             tasks.append(loop.create_task(coroutine, context=self.context.copy()))
         self._running.update(tasks)
@@ -156,21 +178,16 @@ class Session:
     def _answer(
         self,
         request: ChatRequest | CompletionRequest,
+        head: Head,
         asked: Asked,
         choices: Sequence[Choice],
-        *,
-        is_chat: bool,
     ) -> Answer:
-        wants = request.logprobs
         return Answer(
-            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}",
-            model=request.model,
+            head=head,
             choices=choices,
             prompt_tokens=len(asked.context),
             tokenizer=self.tokenizer,
-            with_logprobs=wants is not None and wants is not False,
             with_ids=request.return_token_ids,
-            is_chat=is_chat,
         )
 
 

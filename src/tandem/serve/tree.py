@@ -55,7 +55,7 @@ class ConversationTree:
     def __init__(self, tokenizer: Any, where: str, *, stop_token_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._where = where
-        self._ends = {tokenizer.eos_token_id, *stop_token_ids} - {None}
+        self.ends = {tokenizer.eos_token_id, *stop_token_ids} - {None}
         self._by_messages: dict[str, Node] = {}
         self.nodes: list[Node] = []
         self.num_splits = 0
@@ -94,7 +94,7 @@ class ConversationTree:
             self.num_splits += 1
             return Asked(None, after.ids, messages, after.text)
         sampled = node.response.output_tokens
-        suffix = without_end(after.ids, sampled[-1] if sampled else None, self._ends)
+        suffix = without_end(after.ids, sampled[-1] if sampled else None, self.ends)
         return Asked(node, (*node.ids, *suffix), messages, after.text)
 
     def ask_text(self, prompt: str | Sequence[int]) -> Asked:
@@ -120,7 +120,7 @@ class ConversationTree:
     def spoken(self, response: LLMResponse) -> str:
         """The text of an answer, special tokens included, without the end of turn."""
         ids = response.output_tokens
-        if ids and ids[-1] in self._ends:
+        if ids and ids[-1] in self.ends:
             ids = ids[:-1]
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text

@@ -30,6 +30,7 @@ CAPABILITIES = frozenset(
         "versions",
         "stop_strings",
         "interruption",
+        "streaming",
         "weight_update",
     }
 )

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, BinaryIO
 
 import torch
@@ -33,7 +34,7 @@ from tandem.weights import Published
 
 
 class Child:
-    """Answers the parent's frames; ``finished`` and ``reply`` frames may come in any order."""
+    """Answers the parent's frames; those of different requests and calls come in any order."""
 
     def __init__(self, source: BinaryIO, sink: BinaryIO) -> None:
         self._source = source
@@ -67,8 +68,12 @@ class Child:
     def _handle(self, frame: Frame) -> None:
         match frame["type"]:
             case "generate":
-                items = frame["items"]
-                self._loop.submit([(ticket, decode_request(item)) for ticket, item in items])
+                self._loop.submit(
+                    [
+                        (ticket, decode_request(item, partial(self._stream, ticket)))
+                        for ticket, item in frame["items"]
+                    ]
+                )
             case "abort":
                 self._loop.abort(frame["tickets"])
             case "pause":
@@ -88,6 +93,10 @@ class Child:
             self._send({"type": "reply", "call": frame["call"], **outcome})
 
         self._loop.call(function).add_done_callback(reply)
+
+    def _stream(self, ticket: int, *new: Sequence[float]) -> None:
+        """Ids, log-probabilities and versions of tokens just made; ``finished`` comes after."""
+        self._send({"type": "tokens", "ticket": ticket, "new": new})
 
     def _deliver(self, done: Sequence[Finished]) -> None:
         items = [

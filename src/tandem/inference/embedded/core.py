@@ -108,6 +108,7 @@ class EmbeddedCore:
         self._sampler: Sampler | None = None
         self._sampled = 0
         self._watched: list[int] = []
+        self._streamed: list[int] = []
         self._params = dict(model.named_parameters())
 
     # --- requests ---
@@ -220,6 +221,8 @@ class EmbeddedCore:
             return []
         drawn = self._sample(plan, output)
         lanes.append(drawn, self.version.n, self._clock())
+        if self._streamed:
+            self._tell(drawn)
         return self._collect(drawn, plan.num_decode)
 
     def _make_room(self) -> None:
@@ -262,6 +265,7 @@ class EmbeddedCore:
             jobs = lanes.jobs[:n]
             self._sampler = Sampler([job.sampling for job in jobs], self.model.device)
             self._watched = [row for row, job in enumerate(jobs) if job.stop_strings is not None]
+            self._streamed = [r for r, job in enumerate(jobs) if job.request.on_tokens is not None]
             self._sampled = n
         history = History(lanes.tokens[:n], lanes.prompt_lengths[:n], lanes.lengths[:n])
         drawn = self._sampler.sample(output.logits, history)
@@ -270,6 +274,14 @@ class EmbeddedCore:
         self.counters.tokens += n
         self.counters.stale_kv_tokens += sum(job.is_mixed for job in lanes.jobs[:n])
         return drawn
+
+    def _tell(self, drawn: Drawn) -> None:
+        """Hand the new tokens of those who listen out; broken ones end their request."""
+        for row in self._streamed:
+            on_tokens = self._lanes.jobs[row].request.on_tokens
+            logprob = float(drawn.logprobs[row])
+            if on_tokens is not None and np.isfinite(logprob):
+                on_tokens([int(drawn.ids[row])], [logprob], [self.version.n])
 
     def _collect(self, drawn: Drawn, first_new: int) -> list[Finished]:
         """Find who ended; rows from ``first_new`` on have just completed their prompts."""

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, cast
 
 from tandem import errors
 from tandem.errors import EngineError, TandemError
-from tandem.types import GenerationConfig, LLMRequest, LLMResponse
+from tandem.types import GenerationConfig, LLMRequest, LLMResponse, OnTokens
 
 Frame = dict[str, Any]
 _HEADER = struct.Struct(">Q")
@@ -44,17 +44,22 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 
 
 def encode_request(request: LLMRequest) -> Frame:
-    """Without ``metadata``, which no backend reads."""
+    """Without ``metadata``, which no backend reads; of ``on_tokens`` only that there is one."""
     options = {k: v for k, v in asdict(request.gconfig).items() if v != _NEUTRAL[k]}
     frame = {"rid": request.rid, "ids": request.input_ids, "options": options}
+    if request.on_tokens is not None:
+        frame["streams"] = True
     return frame | {name: getattr(request, name) for name in _EXTRAS if getattr(request, name)}
 
 
-def decode_request(frame: Frame) -> LLMRequest:
+def decode_request(frame: Frame, on_tokens: OnTokens | None = None) -> LLMRequest:
+    """``on_tokens`` is taken by a request that streams."""
     options = dict(frame["options"])
     if "logit_bias" in options:
         options["logit_bias"] = {int(k): v for k, v in options["logit_bias"].items()}
     extras = {name: frame[name] for name in _EXTRAS if name in frame}
+    if "streams" in frame:
+        extras["on_tokens"] = on_tokens
     return LLMRequest(frame["rid"], tuple(frame["ids"]), GenerationConfig(**options), **extras)
 
 

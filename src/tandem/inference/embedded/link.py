@@ -218,6 +218,10 @@ class ChildLink:
         match frame["type"]:
             case "finished":
                 self._pending.deliver([self._decode(*item) for item in frame["items"]])
+            case "tokens":
+                request = self._requests[frame["ticket"]]
+                if request.on_tokens is not None:
+                    request.on_tokens(*frame["new"])
             case "reply":
                 self._end_call(frame)
             case "ready":
