@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,32 @@ def test_the_child_gives_the_tokens_and_logprobs_of_the_thread(
         assert (one.text, one.stop_reason) == (other.text, other.stop_reason)
         assert len(one.itl) == len(one.output_tokens) - 1
     inprocess.close()
+
+
+@pytest.mark.parametrize("is_child", [True, False])
+def test_tokens_are_told_as_they_come_and_are_those_of_the_response(
+    child: ChildBackend, model_dir: Path, is_child: bool
+) -> None:
+    backend: ChildBackend | EmbeddedBackend = child
+    if not is_child:
+        backend = EmbeddedBackend(InferenceConfig(max_batch_size=2), str(model_dir), "inc")
+        backend.start()
+    told: list[list[tuple[int, float, int]]] = [[] for _ in range(4)]
+
+    async def scenario() -> list[LLMResponse]:
+        asked = [
+            replace(item, on_tokens=lambda *new, mine=mine: mine.extend(zip(*new, strict=True)))
+            for item, mine in zip(GIVEN, told, strict=False)
+        ]
+        # Those that do not listen share the batch with those that do.
+        return await asyncio.gather(*[backend.generate(item) for item in (*asked, *GIVEN[4:8])])
+
+    found = asyncio.run(scenario())
+    for response, mine in zip(found[:4], told, strict=True):
+        made = (response.output_tokens, response.output_logprobs, response.output_versions)
+        assert mine == list(zip(*made, strict=True))
+    if not is_child:
+        backend.close()
 
 
 def test_stats_speak_of_the_child(child: ChildBackend) -> None:

@@ -54,6 +54,15 @@ def test_a_mapping_gives_the_completion_of_the_prompt() -> None:
     assert response.stop_reason == "stop"
 
 
+def test_tokens_are_told_as_they_come() -> None:
+    backend = started({(5, 6): (7, 8, 2)}, logprob=lambda version: -0.5)
+    told: list[tuple[Sequence[float], ...]] = []
+    asked = LLMRequest("r", (5, 6), on_tokens=lambda *new: told.append(new))
+    response = asyncio.run(backend.generate(asked))
+    assert told == [([7], [-0.5], [0]), ([8], [-0.5], [0]), ([2], [-0.5], [0])]
+    assert response.output_tokens == [7, 8, 2]
+
+
 def test_a_prompt_that_the_mapping_lacks_fails_alone() -> None:
     backend = started({(5, 6): (7,)})
     with pytest.raises(DataError, match="no completion"):

@@ -552,3 +552,40 @@ def test_plain_serving_needs_no_key_and_remembers_nothing(bed: Any, gateway: Gat
     assert b.session.tree.rows() == []
     assert [model.id for model in client.models.list()] == ["policy"]
     client.close()
+
+
+def test_a_gateway_that_is_closed_leaves_no_connection_request_or_thread(bed: Any) -> None:
+    import threading
+
+    b = bed("hi<eos>")
+    b.backend.allow(lambda req, made: req.rid.split(".")[-2] == "0")
+    gateway = Gateway()
+    url = gateway.open(b.session)
+    client = openai.OpenAI(base_url=url, api_key=b.session.key, max_retries=0)
+    ask = client.chat.completions.create
+    ask(model="m", messages=[user("q")])  # type: ignore[list-item]
+    failed: list[Exception] = []
+
+    def asking() -> None:
+        try:
+            ask(model="m", messages=[user("q")])  # type: ignore[list-item]
+        except openai.APIError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=asking)
+    with connect(gateway) as idle:
+        thread.start()
+        b.backend.wait_held(1)
+        gateway.close()
+        assert idle.recv(1) == b""
+    thread.join(20)
+    assert len(failed) == 1
+    assert b.backend.aborted == ["0.0.0.1.0"]
+    with pytest.raises(OSError):
+        connect(gateway)
+    gateway.close()
+    # The next session starts another server.
+    other = gateway.open(b.session)
+    assert httpx.get(other.split("/e/")[0] + "/health").status_code == 200
+    gateway.close()
+    client.close()

@@ -99,6 +99,9 @@ class RolloutWorkflow(ABC):
         other.listener = listener
         return other
 
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """Release what episodes shared, after the last of them. Idempotent."""
+
     @abstractmethod
     async def arun_episode(
         self, engine: InferenceEngine, data: Mapping[str, Any]

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,7 +160,8 @@ class AgentWorkflow(GroupWorkflow):
         try:
             _, errors = await process.communicate(json.dumps(data, default=str).encode())
         finally:
-            _kill(process)
+            _kill_group(process.pid)
+            await process.wait()
         if process.returncode != 0:
             said = errors.decode("utf-8", "replace").strip()[-500:]
             raise SampleError(f"the agent's command ended with code {process.returncode}: {said}")
@@ -198,6 +200,7 @@ def _new_gateway() -> Gateway:
     return Gateway()
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        os.killpg(process.pid, signal.SIGKILL)
+def _kill_group(leader: int) -> None:
+    """End a command and whatever it left running."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)

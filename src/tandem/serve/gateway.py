@@ -40,17 +40,18 @@ log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 32 << 10
 START_TIMEOUT_S = 20.0
+STOP_TIMEOUT_S = 20.0
 
 
 class Gateway:
     """Serves sessions at ``http://127.0.0.1:PORT/e/ID/v1``; ``default`` also at ``/v1``.
 
-    Started at the first ``open``; ``close`` ends it. Thread-safe.
+    Started at the first ``open``; ``close`` ends it, and ``open`` starts another. Thread-safe.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._host = host
-        self._port = port
+        self._asked_port = self._port = port
         self._sessions: dict[str, Session] = {}
         self._default: Session | None = None
         self._lock = threading.Lock()
@@ -85,13 +86,19 @@ class Gateway:
             loop.call_soon_threadsafe(session.close)
 
     def close(self) -> None:
-        """End the server and every request. Idempotent."""
+        """End the server, every request and every connection. Idempotent."""
         with self._lock:
             server, thread = self._server, self._thread
             self._server = self._thread = None
-        if server is not None and thread is not None:
-            server.should_exit = server.force_exit = True
-            thread.join(START_TIMEOUT_S)
+        if server is None or thread is None:
+            return
+        default, self._default = self._default, None
+        for session in (*self._sessions.values(), *(() if default is None else (default,))):
+            self.end(session)
+        server.should_exit = server.force_exit = True
+        thread.join(STOP_TIMEOUT_S)
+        if thread.is_alive():
+            raise EngineError(f"gateway: the server did not end within {STOP_TIMEOUT_S:g} s")
 
     def _start(self) -> None:
         if self._thread is not None:
@@ -99,11 +106,11 @@ class Gateway:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listener.bind((self._host, self._port))
+            listener.bind((self._host, self._asked_port))
         except OSError as error:
             listener.close()
             raise EngineError(
-                f"gateway: cannot listen on {self._host}:{self._port}: {error}"
+                f"gateway: cannot listen on {self._host}:{self._asked_port}: {error}"
             ) from None
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(
@@ -133,6 +140,8 @@ class Gateway:
             self._loop = asyncio.get_running_loop()
             self._loop.call_soon(started.set)
             await server.serve(sockets=[listener])
+            for connection in list(server.server_state.connections):
+                connection.transport.abort()
 
         try:
             asyncio.run(serve())

@@ -104,6 +104,10 @@ class HeldOut:
             **rollout.workflow_kwargs,
         ).with_listener(self._hear)
 
+    def close(self) -> None:
+        """Release what the workflow holds. Idempotent."""
+        self._workflow.close()
+
     def _hear(self, record: EpisodeRecord) -> None:
         if record.state is EpisodeState.REJECTED and OVERLONG_FILTERED in (record.reason or ""):
             self._overlong.add(record.episode_id)

@@ -64,6 +64,7 @@ def run_eval(config: Root) -> dict[str, Any]:
         wall_s = time.monotonic() - started
     finally:
         engine.destroy()
+        held_out.close()
     return {**result.values(), "wall_s": wall_s, "model": path}
 
 

@@ -114,6 +114,12 @@ class RLTask:
     workflow: RolloutWorkflow
     held_out: HeldOut | None
 
+    def close(self) -> None:
+        """Release what the workflows hold, when no episode runs any more."""
+        self.workflow.close()
+        if self.held_out is not None:
+            self.held_out.close()
+
 
 def open_task(config: RLConfig, model_path: str) -> RLTask:
     EngineRegistry.get_engine_cls("language_model", config.train.backend, config.train.device)
@@ -186,6 +192,7 @@ def open_session(task: RLTask, run: Run, model_path: str) -> Iterator[RLSession]
             writer=writer,
         )
         stack.callback(release_weights, run.incarnation)
+        stack.callback(task.close)
         stack.callback(rollout.destroy)
         progress = stack.enter_context(
             Progress("rl", total=config.steps, enabled=config.tracking.progress)
