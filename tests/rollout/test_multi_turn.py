@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from tandem.errors import CapabilityError, ConfigError, RolloutError
+from tandem.models.tiny import character_tokenizer
 from tandem.rollout.environments import Environment, Step, load_environment
 from tandem.rollout.environments.reasoning_gym import AttemptsEnvironment
 from tandem.rollout.multi_turn import MultiTurnWorkflow
+from tandem.rollout.scoring import Reward
 from tandem.rollout.workflow import OverlongPromptError, load_workflow
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse, Prompt
 from tests.data.chat import FAMILIES, FORGETFUL, with_template
@@ -467,6 +469,36 @@ def test_reasoning_gym_answers_are_tried_again_for_less() -> None:
     assert ends == [False, False, True]
 
 
+def test_a_reasoning_gym_episode_runs_whole(engines: Any) -> None:
+    data = attempt_data()
+    backend = GatedBackend(saying("no<eos>", f"{data['answer']}<eos>"))
+    settings = {"max_attempts": 3, "discount": 0.5, "feedback": "again"}
+    chosen = workflow("reasoning_gym", environment_kwargs=settings, max_turns=3)
+    (row,) = engines(backend).rollout_batch([PLAIN | data], chosen)
+    assert TEXT.decode(row["input_ids"]) == f"qno<eos>again{data['answer']}<eos>"
+    assert text_of(row, "trained") == f"no<eos>{data['answer']}<eos>"
+    assert float(row["rewards"]) == 0.5
+    assert row["turn_ids"][row["loss_mask"]].unique().tolist() == [0, 1]
+
+
+def test_a_group_reward_ranks_whole_conversations(engines: Any) -> None:
+    seen: list[list[str]] = []
+
+    def rank(prompt: Any, completions: Any, *_: Any, turns: Any, **__: Any) -> list[float]:
+        seen.extend(turns)
+        return [float(index) for index in range(len(completions))]
+
+    backend = GatedBackend(saying("a<eos>", "b<eos>"))
+    chosen = workflow(reward=Reward(rank, per="group"), scored_by="both", group_size=2)
+    batch = engines(backend).rollout_batch([PLAIN], chosen)
+    assert seen == [["a", "b"], ["a", "b"]]
+    # The environment gives 1 and 2, the group reward 0 and 1 on the last turn.
+    assert batch["rewards"].tolist() == [3.0, 4.0]
+    for row, last in zip(batch, (2.0, 3.0), strict=True):
+        earned = [row["token_rewards"][row["turn_ids"] == turn].sum() for turn in (0, 1)]
+        assert [float(item) for item in earned] == [1.0, last]
+
+
 def test_reasoning_gym_needs_its_columns(engines: Any) -> None:
     engine = engines(GatedBackend(saying("a<eos>")))
     with pytest.raises(RolloutError, match="missing column 'task'"):
@@ -498,6 +530,24 @@ def test_textarena_plays_a_seeded_game_and_leaves_the_global_generator_alone() -
                 break
     assert secrets[0] == secrets[1]
     assert random.getstate() == before
+
+
+def test_a_textarena_episode_runs_whole(engines: Any) -> None:
+    pytest.importorskip("textarena")
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    backend = GatedBackend(
+        lambda req: ids(f"[{1 + int(req.rid.rsplit('.', 1)[1])}]<eos>", tokenizer)
+    )
+    chosen = workflow(
+        "textarena",
+        tokenizer,
+        environment_kwargs={"game": "GuessTheNumber-v0"},
+        max_turns=30,
+        generation=GenerationConfig(max_new_tokens=8),
+    )
+    batch = engines(backend).rollout_batch([PLAIN], chosen)
+    assert bool(batch["rewards"].isfinite().all())
+    assert int(batch["turn_ids"].max()) >= 1
 
 
 def test_rows_of_conversations_make_a_batch_that_joins(engines: Any) -> None:

@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from tandem.inference.scripted import ScriptedBackend, ScriptedOptions
 from tandem.models.tiny import character_tokenizer
 from tandem.serve import Gateway, Session, strict
 from tandem.serve import http as serve_http
@@ -373,6 +374,8 @@ GOOD = {"model": "m", "messages": [{"role": "user", "content": "q"}]}
         ({"n": 10**30}, "n"),
         ({"max_tokens": 1.5}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_completion_tokens": -5}, "max_completion_tokens"),
         ({"temperature": 0.2}, "temperature"),
         ({"top_p": 0.9}, "top_p"),
         ({"top_logprobs": 5}, "top_logprobs"),
@@ -432,7 +435,12 @@ def test_a_wrong_key_or_episode_is_told_nothing(bed: Any, gateway: Gateway) -> N
 
 def test_other_addresses_do_not_exist(bed: Any, gateway: Gateway) -> None:
     for path in ("/docs", "/openapi.json", "/", "/e/x/v1/files"):
-        assert httpx.get(gateway.address + path).status_code == 404
+        response = httpx.get(gateway.address + path)
+        assert response.status_code == 404
+        assert response.json()["error"]["type"] == "invalid_request_error"
+    wrong_method = httpx.get(f"{gateway.address}/v1/chat/completions")
+    assert wrong_method.status_code == 405
+    assert "Method Not Allowed" in wrong_method.json()["error"]["message"]
     assert httpx.get(gateway.address + "/health").json() == {"status": "ok"}
 
 
@@ -541,6 +549,31 @@ def test_a_prompt_that_has_no_tokens_is_the_clients_mistake(bed: Any) -> None:
     assert "no token for" in response.json()["error"]["message"]
 
 
+def test_a_prompt_beyond_the_context_is_the_clients_mistake(gateway: Gateway) -> None:
+    backend = ScriptedBackend(
+        lambda prompt, seed: ids("hi<eos>"), options=ScriptedOptions(max_context=10, eos_id=2)
+    )
+    engine = make_engine(backend)  # type: ignore[arg-type]
+    session = Session(engine, TOKENIZER, GenerationConfig(), "0", lambda number, index: None)
+    client = openai.OpenAI(base_url=gateway.open(session), api_key=session.key, max_retries=0)
+    ask = client.chat.completions.create
+    for options in ({}, {"stream": True}):
+        with pytest.raises(openai.BadRequestError, match="exceed context"):
+            ask(model="m", messages=[user("long" * 9)], **options)  # type: ignore[call-overload]
+    assert ask(model="m", messages=[user("q")]).choices[0].message.content == "hi"  # type: ignore[list-item]
+    client.close()
+    gateway.end(session)
+    engine.destroy()
+
+
+def test_another_model_is_not_found_where_the_name_matters(bed: Any) -> None:
+    b = bed("hi<eos>", model="policy")
+    with pytest.raises(openai.NotFoundError, match="allowed: policy") as caught:
+        b.chat(user("q"))
+    assert caught.value.code == "model_not_found"
+    assert b.post(GOOD | {"model": "policy"}).status_code == 200
+
+
 def test_plain_serving_needs_no_key_and_remembers_nothing(bed: Any, gateway: Gateway) -> None:
     b = bed("hi<eos>", keeps=False, key="", sampling="free")
     url = gateway.serve_as_default(b.session)
@@ -573,6 +606,7 @@ def test_a_gateway_that_is_closed_leaves_no_connection_request_or_thread(bed: An
             failed.append(error)
 
     thread = threading.Thread(target=asking)
+    address = gateway.address.removeprefix("http://").split(":")
     with connect(gateway) as idle:
         thread.start()
         b.backend.wait_held(1)
@@ -581,8 +615,8 @@ def test_a_gateway_that_is_closed_leaves_no_connection_request_or_thread(bed: An
     thread.join(20)
     assert len(failed) == 1
     assert b.backend.aborted == ["0.0.0.1.0"]
-    with pytest.raises(OSError):
-        connect(gateway)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address[0], int(address[1])), 10)
     gateway.close()
     # The next session starts another server.
     other = gateway.open(b.session)

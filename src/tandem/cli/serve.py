@@ -63,6 +63,7 @@ def serve(
         lambda number, index: None,
         sampling="free",
         keeps=False,
+        model="policy",
         key=api_key,
     )
     try:

@@ -99,7 +99,7 @@ class RolloutWorkflow(ABC):
         other.listener = listener
         return other
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
+    def close(self) -> None:
         """Release what episodes shared, after the last of them. Idempotent."""
 
     @abstractmethod

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 
 from tandem.errors import EngineError, TandemError
 from tandem.serve.answers import Answer, Head
@@ -151,7 +152,12 @@ class Gateway:
     # --- requests ---------------------------------------------------------------------------------
 
     def _app(self) -> FastAPI:
-        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+        app = FastAPI(
+            docs_url=None,
+            redoc_url=None,
+            openapi_url=None,
+            exception_handlers={HTTPException: _no_such_address},
+        )
         for prefix in ("/e/{session_id}/v1", "/v1"):
             app.add_api_route(
                 f"{prefix}/chat/completions", self._chat, methods=["POST"], response_model=None
@@ -173,7 +179,12 @@ class Gateway:
             session = self._session(request)
         except RequestError as error:
             return _refusal(error)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "tandem"}
+        model = {
+            "id": session.model or "policy",
+            "object": "model",
+            "created": 0,
+            "owned_by": "tandem",
+        }
         version = session.engine.get_version()
         return JSONResponse({"object": "list", "data": [{**model, "version": version}]})
 
@@ -194,15 +205,14 @@ class Gateway:
         try:
             session = self._session(request)
             asked = parse(model, await read_body(request))
+            session.check_model(asked.model)
             wants_logprobs = asked.logprobs is not None and asked.logprobs is not False
             head = Head(asked.model, is_chat, wants_logprobs)
             if not asked.stream:
                 work = asyncio.ensure_future(_answered(answer(session, asked, head)))
                 return JSONResponse((await _or_gone(request, work)).whole())
             texts = session.texts(asked)
-            stream = AnswerStream(
-                head, session.tokenizer, texts, include_usage=asked.include_usage
-            )
+            stream = AnswerStream(head, session.tokenizer, texts, include_usage=asked.include_usage)
             work = asyncio.ensure_future(_answered(answer(session, asked, head, stream.hear)))
             return await _streamed(request, work, stream)
         except RequestError as error:
@@ -297,6 +307,13 @@ async def _until(
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+async def _no_such_address(request: Request, error: Exception) -> Response:
+    """What is not found or not allowed, as OpenAI's clients read it."""
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {request.url.path}: {error.detail}"
+    return _refusal(RequestError(error.status_code, said))
 
 
 def _refusal(error: RequestError) -> Response:

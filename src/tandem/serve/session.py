@@ -43,7 +43,8 @@ class Session:
     """What one key may do. ``keeps`` is False for plain serving: nothing is remembered.
 
     ``context`` is the context of the episode's task, so that the executor knows whose request it
-    is. Answers under way are cancelled by ``close``, later requests refused.
+    is. Answers under way are cancelled by ``close``, later requests refused. Without ``model`` any
+    name of one is taken, since programs often have one written into them.
     """
 
     engine: InferenceEngine
@@ -54,6 +55,7 @@ class Session:
     sampling: Sampling = "fixed"
     tool_format: ToolFormat = "auto"
     keeps: bool = True
+    model: str | None = None
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     key: str = field(default_factory=lambda: f"tandem-{secrets.token_urlsafe(24)}")
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
@@ -65,6 +67,16 @@ class Session:
         )
         self._num_requests = 0
         self._running: set[asyncio.Task[LLMResponse]] = set()
+
+    def check_model(self, name: str) -> None:
+        """Raises: RequestError: another model is served."""
+        if self.model not in (None, name):
+            raise RequestError(
+                404,
+                f"model: got {name[:80]!r}, allowed: {self.model}",
+                param="model",
+                code="model_not_found",
+            )
 
     async def chat(self, request: ChatRequest, head: Head, hear: Hear | None = None) -> Answer:
         """Answer a chat; ``hear`` is told of tokens as they come.
@@ -108,9 +120,7 @@ class Session:
         config = generation_of(request, self.generation, self.sampling)
         has_tools = isinstance(request, ChatRequest) and bool(request.schemas)
         return [
-            GrowingText(
-                self.tokenizer, ends=self.tree.ends, stop=config.stop, has_tools=has_tools
-            )
+            GrowingText(self.tokenizer, ends=self.tree.ends, stop=config.stop, has_tools=has_tools)
             for _ in range(request.n)
         ]
 
