@@ -452,7 +452,8 @@ def test_the_workflow_is_found_by_its_name() -> None:
 def attempt_data() -> dict[str, Any]:
     import reasoning_gym
 
-    entry = reasoning_gym.create_dataset("chain_sum", seed=1, size=1)[0]
+    made = reasoning_gym.create_dataset("chain_sum", seed=1, size=20)
+    entry = next(item for item in made if item["answer"].isdecimal())
     return {"task": "chain_sum", "entry": entry, "answer": entry["answer"]}
 
 
