@@ -31,9 +31,10 @@ def describe(error: BaseException) -> dict[str, str]:
 
 def rebuilt(description: dict[str, Any], rank: int) -> TandemError:
     """The error of ``rank``, of its own kind."""
-    kind = getattr(errors, description["kind"], None)
-    known = isinstance(kind, type) and issubclass(kind, TandemError)
-    return (kind if known else EngineError)(f"rank {rank}: {description['message']}")
+    found = getattr(errors, description["kind"], None)
+    is_known = isinstance(found, type) and issubclass(found, TandemError)
+    kind: type[TandemError] = found if is_known else EngineError
+    return kind(f"rank {rank}: {description['message']}")
 
 
 class Failures:
