@@ -168,7 +168,7 @@ class HeldOut:
         self, prompts: Sequence[Prompt], made: Mapping[int, list[_Trajectory]], count: int
     ) -> tuple[Sample, ...]:
         """The first completion of the first prompts, for people to read."""
-        shown = []
+        shown: list[Sample] = []
         for prompt in prompts:
             scored = [item for item in made.get(prompt.episode_id, []) if item.is_scored]
             if scored and len(shown) < count:
