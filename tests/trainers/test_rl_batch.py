@@ -203,7 +203,7 @@ def test_entropy_is_measured_when_asked_for_and_changes_nothing():
     assert loud.required_outputs == {"train_logprobs", "entropy"}
     batch = make_batch([2, 3], episodes=[1, 2])
     (minibatch,) = minibatches(batch, AlgorithmConfig())
-    logprobs = torch.full(batch["input_ids"].shape, -1.0, requires_grad=True)
+    logprobs = torch.full(batch["logprobs"].shape, -1.0, requires_grad=True)
     outputs = {"train_logprobs": logprobs, "entropy": torch.full_like(logprobs, 0.25)}
     loss, metrics = loud(outputs, minibatch)
     assert metrics["actor/entropy"].value.item() == 0.25
