@@ -143,7 +143,7 @@ def simulate(policy: str, arguments: argparse.Namespace, tail: str, decoder: str
         batch_size=arguments.batch,
         group_size=arguments.group,
         max_concurrent=arguments.concurrent,
-        max_staleness=MAX_STALENESS if policy != "unbounded" else 1_000,
+        max_staleness=MAX_STALENESS if policy != "unbounded" else 30,
         stale_policy=policy if bounded else "drop",  # type: ignore[arg-type]
         generation=GenerationConfig(max_new_tokens=CAP),
         episode_timeout_s=1e9,

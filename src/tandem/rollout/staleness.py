@@ -197,6 +197,8 @@ class StalenessLedger:
             return None
         ready.sort(key=lambda item: (item[1].birth, item[1].finished))
         if hold and self._must_hold([e for _, e in ready[count:]], version):
+            if self._pacer is not None:
+                self._pacer.held()
             return None
         if self._pacer is not None:
             self._pacer.served(len(ready) - count)
