@@ -270,9 +270,11 @@ class StalenessLedger:
         return entry
 
     def _check(self) -> None:
-        assert self._counts.total() == self.submitted, (self._counts, self.submitted)
-        open_count = sum(self._counts[state] for state in OPEN_STATES)
-        assert open_count == len(self._open), (self._counts, len(self._open))
+        counts = self._counts
+        assert sum(counts.values()) == self.submitted, (counts, self.submitted)
+        places = counts[_S.RUNNING] + counts[_S.READY] + counts[_S.IN_TRAINING]
+        open_count = counts[_S.QUEUED] + places
+        assert open_count == len(self._open), (counts, len(self._open))
 
     # checkpoints
 
