@@ -216,8 +216,8 @@ class RolloutConfig(Section):
     stale_policy: Literal["drop", "mask", "wait", "pace"] = Field(
         "wait",
         description="episodes with tokens older than max_staleness: drop them; mask those tokens; "
-        "wait for running episodes before they get too old; pace: mask, and run as few episodes at "
-        "once as keep the trainer busy, so that little gets old",
+        "wait for running episodes before they get too old; pace: mask, run as few episodes at "
+        "once as keep the trainer busy, and wait a little, so that little gets old",
     )
     workflow: str = "single_turn"
     workflow_kwargs: dict[str, Any] = {}
