@@ -39,7 +39,7 @@ from timing import Pair, ratio, summary, take_turns, timed
 from torch import Tensor
 
 from tandem.algorithms.sft import sft_loss
-from tandem.config import TrainConfig
+from tandem.config import ParallelConfig, TrainConfig
 from tandem.data.batch import collate
 from tandem.data.packing import cut_microbatches
 from tandem.errors import ConfigError
@@ -81,10 +81,12 @@ def make_batch(rows: Sequence[Tensor], num_trained: int | None = None) -> Tensor
 
 
 def open_engine(
-    model_path: str, *, cap: int, bfloat16: bool = False, backend: str = "local"
+    model_path: str, *, cap: int, bfloat16: bool = False, backend: str = "local", once: bool = False
 ) -> TrainEngine:
+    """``once``: ranks gather weights and reduce gradients once a step, not every micro-batch."""
     config = TrainConfig(
         backend=backend,
+        parallel=ParallelConfig(gather_per_microbatch=not once, reduce_per_microbatch=not once),
         device="cpu",
         dtype="bfloat16" if bfloat16 else "float32",
         lr=LR,
@@ -252,22 +254,26 @@ def measure_ranks(model_path: str, options: Any) -> dict[str, Any] | str:
     except ConfigError:
         return "not available: this installation has no backend fsdp"
     rounds = 3
-    times: dict[int, list[Pair]] = {1: [], 2: []}
+    sides = {"one": (1, False), "two": (2, False), "two_communicating_once": (2, True)}
+    times: dict[str, list[Pair]] = {side: [] for side in sides}
     for _ in range(rounds):
-        for size in times:
-            times[size] += _run_ranks(size, model_path, options)
-    best = {size: min(found)[0] for size, found in times.items()}
-    medians = {size: statistics.median(t[0] for t in found) for size, found in times.items()}
+        for side, (size, once) in sides.items():
+            times[side] += _run_ranks(size, once, model_path, options)
+    best = {side: min(found)[0] for side, found in times.items()}
+    medians = {side: statistics.median(t[0] for t in found) for side, found in times.items()}
     return {
-        **{f"ranks_{size}": summary(found) for size, found in times.items()},
+        **{side: summary(found) for side, found in times.items()},
         "efficiency": {
-            "of_minima": round(best[1] / best[2] / 2, 3),
-            "of_medians": round(medians[1] / medians[2] / 2, 3),
+            side: {
+                "of_minima": round(best["one"] / best[side] / 2, 3),
+                "of_medians": round(medians["one"] / medians[side] / 2, 3),
+            }
+            for side in list(sides)[1:]
         },
     }
 
 
-def _run_ranks(size: int, model_path: str, options: Any) -> list[Pair]:
+def _run_ranks(size: int, once: bool, model_path: str, options: Any) -> list[Pair]:
     """Step times of the first rank; every process has one thread."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -275,6 +281,8 @@ def _run_ranks(size: int, model_path: str, options: Any) -> list[Pair]:
     command = [sys.executable, __file__, "--rank-of", model_path]
     for name in ("tokens", "length", "cap", "repeats", "size"):
         command += [f"--{name}", str(getattr(options, name))]
+    if once:
+        command.append("--once")
     processes = []
     for rank in range(size):
         facts = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank}
@@ -291,7 +299,7 @@ def _run_ranks(size: int, model_path: str, options: Any) -> list[Pair]:
 
 def run_rank(options: Any) -> None:
     torch.set_num_threads(1)
-    engine = open_engine(options.rank_of, cap=options.cap, backend="fsdp")
+    engine = open_engine(options.rank_of, cap=options.cap, backend="fsdp", once=options.once)
     lengths = equal_lengths(options.tokens, options.length)
     rows = make_rows(lengths, model_config(options.size).vocab_size)
     num_trained = sum(lengths) - len(lengths)
@@ -356,6 +364,7 @@ def main() -> None:
     arguments.add_argument("--bfloat16", action="store_true")
     arguments.add_argument("--peer", nargs="*", default=[], metavar="NAME=PYTHON")
     arguments.add_argument("--rank-of", help="a rank of the part 'ranks'; not to be typed")
+    arguments.add_argument("--once", action="store_true", help="of such a rank")
     options = arguments.parse_args()
     if options.rank_of:
         run_rank(options)

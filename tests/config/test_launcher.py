@@ -15,13 +15,14 @@ def test_what_torchrun_says_is_read():
             "RANK": "5",
             "WORLD_SIZE": "8",
             "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "4",
             "MASTER_ADDR": "10.0.0.1",
             "MASTER_PORT": "1234",
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "2",
         }
     )
-    assert facts == LauncherFacts(5, 8, 1, "10.0.0.1", 1234, has_agent_store=True, attempt=2)
+    assert facts == LauncherFacts(5, 8, 1, 4, "10.0.0.1", 1234, has_agent_store=True, attempt=2)
     assert not facts.is_loopback
 
 
@@ -30,6 +31,7 @@ def test_what_torchrun_says_is_read():
     [
         ({"RANK": "2", "WORLD_SIZE": "2"}, "0 <= RANK < WORLD_SIZE"),
         ({"RANK": "1"}, "0 <= RANK < WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE: got 0"),
         ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE: got 'two'"),
     ],
 )

@@ -63,6 +63,34 @@ def test_given_position_ids_are_used():
     assert packed.position_ids.tolist() == [[7, 8]]
 
 
+def test_slices_of_a_pack_keep_positions_targets_and_places():
+    ids = torch.tensor([[3, 4, 5, 0], [6, 7, 8, 9]])
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]).bool()
+    first, second = (pack(ids, mask).part(number, 2) for number in (0, 1))
+    assert first.input_ids.tolist() == [[3, 4, 5, 6]]
+    assert second.input_ids.tolist() == [[7, 8, 9, 0]]
+    assert (first.lengths, second.lengths) == ((3, 4, 1), (3, 4, 1))
+    # The second row goes on at position 1, and its token 7 is predicted by the slice before.
+    assert first.position_ids.tolist() == [[0, 1, 2, 0]]
+    assert second.position_ids.tolist() == [[1, 2, 3, 0]]
+    assert (first.sources.tolist(), first.targets.tolist()) == ([0, 1, 3], [4, 5, 7])
+    assert (second.sources.tolist(), second.targets.tolist()) == ([0, 1], [8, 9])
+    dense = first.unpack(torch.tensor([1.0, 2.0, 3.0])), second.unpack(torch.tensor([4.0, 5.0]))
+    assert [d.tolist() for d in dense] == [
+        [[0, 1, 2, 0], [0, 3, 0, 0]],
+        [[0, 0, 0, 0], [0, 0, 4, 5]],
+    ]
+    lasts = [part.last_of_rows(10.0 + torch.arange(4)) for part in (first, second)]
+    assert [last.tolist() for last in lasts] == [[12, 0], [0, 12]]
+
+
+def test_slices_may_be_nothing_but_filler():
+    parts = [pack(torch.tensor([[5]]), torch.ones(1, 1).bool()).part(n, 3) for n in range(3)]
+    assert [part.input_ids.tolist() for part in parts] == [[[5]], [[0]], [[0]]]
+    assert {part.lengths for part in parts} == {(1, 2)}
+    assert [part.lasts.tolist() for part in parts] == [[0], [], []]
+
+
 # --- partitions -----------------------------------------------------------------------------------
 
 

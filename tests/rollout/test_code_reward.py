@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.config.schema import RewardConfig
+from tandem.config.reward import RewardConfig
 from tandem.errors import ConfigError, DataError
 from tandem.rollout import code_reward, code_worker
 from tandem.rollout.code_reward import extract_code

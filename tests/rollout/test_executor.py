@@ -260,11 +260,16 @@ def test_submitting_an_open_id_again_supersedes_the_first_attempt(engines: Any) 
     backend = GatedBackend()
     backend.allow(lambda req, made: req.rid == "0.1.0")
     engine = engines(backend)
-    engine.submit(Prompt(0, 0, {}), WORKFLOW)
+    records: list[Any] = []
+    workflow = WORKFLOW.with_listener(records.append)
+    engine.submit(Prompt(0, 0, {}), workflow)
     backend.wait_requests(1)
-    engine.submit(Prompt(0, 0, {}), WORKFLOW)
+    engine.submit(Prompt(0, 0, {}), workflow)
     assert engine.wait(1)["attempt"].tolist() == [1]
     assert count(engine, "superseded") == 1
+    assert [(r.attempt, r.state, r.reason) for r in records if r.state != "ready"] == [
+        (0, "superseded", "submitted again")
+    ]
 
 
 def test_while_paused_nothing_starts_and_finished_work_is_collected(engines: Any) -> None:

@@ -158,6 +158,7 @@ def test_the_schedule_names_dispatches_and_batches_in_order(kept: Make) -> None:
     batch = engine.wait(2)
     flush(engine)
     begun = [item for event in store.events("dispatch") for item in event.detail["attempts"]]
+    assert {event.detail["lease_s"] for event in store.events("dispatch")} == {TIMEOUT_S}
     assert begun == [[0, 0], [1, 0], [2, 0]]
     (handed,) = store.events("batch")
     assert [member[0] for member in handed.detail["members"]] == ids(batch)

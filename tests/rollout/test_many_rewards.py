@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.config import load_config
-from tandem.config.schema import RewardConfig
+from tandem.config.reward import RewardConfig
 from tandem.errors import ConfigError, RolloutError
 from tandem.rollout.limits import Limits
 from tandem.rollout.reward_pool import RewardPool

@@ -14,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
-from tandem.config.schema import RewardConfig
+from tandem.config.reward import RewardConfig
 from tandem.errors import ConfigError, DataError, RolloutError
+from tandem.rollout import reward_pool
 from tandem.rollout.reward_pool import RewardPool
 from tandem.rollout.scoring import RewardError, load_reward
 
@@ -183,3 +184,27 @@ def test_the_worker_does_not_import_torch(pools: Any, tmp_path: Path) -> None:
     file = tmp_path / "modules.py"
     file.write_text("import sys\ndef f(*_, **__):\n    return float('torch' in sys.modules)\n")
     assert outcome(send(pools(f"{file}:f"), "")) == 0
+
+
+def test_a_function_that_always_hangs_is_not_waited_for_once_a_completion(
+    pools: Any, rewards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_pool, "MAX_HANGS_IN_ROW", 2)
+    pool = pools(f"{rewards}:maybe", timeout_s=0.2)
+    assert outcome(send(pool, "pid")) > 0
+    hung = [pool.submit([f"p{i}", "hang", [1], [2]], {}) for i in range(40)]
+    assert [outcome(future) for future in hung] == ["TimeoutError"] * 40
+    assert sum("untried" in str(future.exception()) for future in hung) == 38
+    assert outcome(send(pool, "")) == 1.0
+
+
+def test_one_prompt_whose_completions_all_hang_takes_no_other_with_it(
+    pools: Any, rewards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reward_pool, "MAX_HANGS_IN_ROW", 2)
+    pool = pools(f"{rewards}:maybe", timeout_s=0.2)
+    hung = [send(pool, "hang") for _ in range(3)]
+    other = pool.submit(["another", "", [1], [2]], {})
+    assert [outcome(future) for future in hung] == ["TimeoutError"] * 3
+    assert not any("untried" in str(future.exception()) for future in hung)
+    assert outcome(other) == 1.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tandem.config.schema import RewardConfig
+from tandem.config.reward import RewardConfig
 from tandem.errors import ConfigError
 from tandem.rollout.rewards import BUILT_IN, last_number, load_function
 from tandem.rollout.scoring import Reward, RewardError, checked_score, load_reward

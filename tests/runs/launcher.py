@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,18 @@ class Launcher:
             env={**os.environ, "PYTHONPATH": source},
         )
 
-    def start(self, log: Path, *arguments: str | Path, audit: Path | None = None) -> Started:
-        request = {"arguments": [str(item) for item in arguments], "log": str(log)}
+    def start(
+        self,
+        log: Path,
+        *arguments: str | Path,
+        audit: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Started:
+        request = {
+            "arguments": [str(item) for item in arguments],
+            "log": str(log),
+            "environment": dict(environment or {}),
+        }
         pid = self.ask(start=request, audit=audit and str(audit))
         return Started(self, pid, log)
 
@@ -99,7 +109,11 @@ class Started:
 
 
 def audit_batches(path: Path) -> None:
-    """From now on append the version and the episode ids of every training batch to ``path``."""
+    """From now on append the version and the episode ids of every training batch to ``path``.
+
+    Beside it, ``path.RANK`` gets the rows that this rank trained in every optimizer step.
+    """
+    _audit_rows(path.with_name(f"{path.name}.{os.environ.get('RANK', '0')}"))
     from tandem.rollout.composed import ComposedInferenceEngine
 
     original = ComposedInferenceEngine.prepare_batch
@@ -115,6 +129,22 @@ def audit_batches(path: Path) -> None:
         return batch
 
     ComposedInferenceEngine.prepare_batch = prepare_batch  # type: ignore[method-assign]
+
+
+def _audit_rows(path: Path) -> None:
+    from tandem.train.engine import TrainEngine
+
+    original = TrainEngine.train_batch
+
+    def train_batch(self: Any, batch: Any, *arguments: Any) -> Any:
+        result = original(self, batch, *arguments)
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        rows = [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)]
+        with path.open("a") as file:
+            file.write(json.dumps(rows) + "\n")
+        return result
+
+    TrainEngine.train_batch = train_batch  # type: ignore[method-assign]
 
 
 def _serve() -> None:
@@ -139,6 +169,7 @@ def _become(request: dict[str, Any], main: Callable[[], None]) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     for source, target in ((nothing, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
+    os.environ.update(request["start"]["environment"])
     if request["audit"]:
         audit_batches(Path(request["audit"]))
     sys.argv = ["tandem", *request["start"]["arguments"]]

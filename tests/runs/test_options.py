@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tandem.algorithms.policy import POLICY_LOSSES
-from tandem.errors import CapabilityError
+from tandem.errors import CapabilityError, ConfigError
 from tandem.trainers import run_rl
 from tests.runs.conftest import Bed, Warmed, metrics
 
@@ -186,11 +186,84 @@ def test_a_sharded_engine_without_a_launcher_gives_the_run_of_the_local_one(bed:
     assert sharded == pytest.approx(local, rel=1e-4)
 
 
-def test_a_run_under_a_launcher_with_several_ranks_is_refused(
-    bed: Bed, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_engine_that_ranks_cannot_share_is_refused_under_a_launcher(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, rank: str
 ):
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("RANK", rank)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(CapabilityError, match=r"WORLD_SIZE: got 2.*docs/distributed.md"):
+    with pytest.raises(CapabilityError, match=r"train.backend: got 'local'.* 2 were started"):
         run_rl(bed.config())
     assert not bed.run_dir().exists()
+
+
+def test_remax_learns_from_the_difference_to_a_greedy_completion(bed: Bed):
+    rows = steps_of(bed, "algorithm.advantage=remax", "steps=2", "rollout.group_size=1",
+                    "rollout.min_group_size=1")  # fmt: skip
+    assert all(row["actor/grad_norm"] > 0 for row in rows if row["actor/pg_loss"])
+    # One completion a prompt is trained on; the greedy one is not.
+    from tandem.rollout.encoding import unpack_rows
+    from tandem.store import STORE_FILE, SqliteStore
+
+    store = SqliteStore(bed.run_dir() / STORE_FILE, read_only=True)
+    trained = [item for item in store.find() if item.step is not None]
+    assert len(trained) == 8
+    for item in trained:
+        kept = unpack_rows(store.content(item.key).rows, episode_id=0, attempt=0)
+        assert len(kept) == 1
+        assert float(kept["greedy_rewards"][0]) in (0.0, 1.0)
+    store.close()
+
+
+PARTS = (
+    "rollout.reward={parts: {right: {name: exact_match}, near: {name: contains_answer}}, "
+    "weights: {near: 0.5}}"
+)
+
+
+def test_gdpo_sees_every_part_of_the_reward(bed: Bed):
+    rows = steps_of(bed, PARTS, "algorithm.advantage=gdpo", "steps=2")
+    for row in rows:
+        total = row["reward/part/right"] + 0.5 * row["reward/part/near"]
+        assert row["reward/mean"] == pytest.approx(total, abs=1e-6)
+    assert max(row["actor/grad_norm"] for row in rows) > 0
+
+
+def test_parts_are_one_reward_for_other_algorithms(bed: Bed):
+    (row,) = steps_of(bed, PARTS, "steps=1")
+    assert 0 <= row["reward/part/right"] <= row["reward/mean"] <= 1.5
+
+
+def test_interpolated_ratios_need_no_pass_and_start_from_the_sampler_when_it_is_fresh(bed: Bed):
+    options = ("algorithm.minibatches=2", "steps=2", "algorithm.corrections=[{method: tis}]")
+    exact = steps_of(bed, *options, name="exact")
+    rows = steps_of(bed, *options, "algorithm.prox=loglinear", name="interpolated")
+    # Synchronous: every token is of the version that is trained from, so nothing is estimated.
+    for found, expected in zip(rows, exact, strict=True):
+        assert found["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-4)
+        assert "mismatch/kl" not in found
+        assert found["behaviour/weight_mean"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_interpolation_is_refused_where_the_exact_values_are_needed(bed: Bed):
+    for option in (
+        "algorithm.policy_loss=clip_cov",
+        "algorithm.corrections=[{method: veto}]",
+        "algorithm.corrections=[{method: tis, kwargs: {normalise: true}}]",
+    ):
+        with pytest.raises(ConfigError, match="loglinear"):
+            bed.config("algorithm.prox=loglinear", option)
+
+
+@pytest.mark.parametrize(
+    ("advantage", "option", "message"),
+    [
+        ("remax", "reward_model={path: m}", "remax cannot use the section reward_model"),
+        ("gdpo", "steps=1", "gdpo needs rollout.reward.parts"),
+        ("gdpo", "algorithm.shaping.truncated_reward=0", "changes the sum"),
+    ],
+)
+def test_what_an_algorithm_cannot_see_is_refused(bed: Bed, advantage, option, message):
+    parts = (PARTS,) if message == "changes the sum" else ()
+    with pytest.raises(ConfigError, match=message):
+        bed.config(f"algorithm.advantage={advantage}", option, *parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from tandem.data.batch import to_padded
 from tandem.train import EngineRegistry, LocalTrainEngine, step
 from tandem.train.fsdp import FSDPTrainEngine
+from tandem.train.sequence_parallel import SequenceGroup
 from tests.testing.data_parallel import DataParallelEngine
 
 RANK_MUTANTS: dict[str, tuple[str, str, dict[str, int]]] = {}
@@ -111,6 +113,48 @@ class StopsWithTheFirstRankToFinish(DataParallelEngine):
 class CountsCopiesOfRowsTwice(FSDPTrainEngine):
     def _backward(self, loss, **kwargs):
         super()._backward(loss * self.config.parallel.tensor, **kwargs)
+
+
+class OtherSlices(FSDPTrainEngine):
+    """Broken once it has been built: a sharded engine would refuse to start."""
+
+    group = SequenceGroup
+
+    def _build_optimizer(self):
+        self._sequence = self.group(self.layout.sequence)
+        return super()._build_optimizer()
+
+
+class LocalPositions(SequenceGroup):
+    def part(self, packed):
+        part = super().part(packed)
+        positions = part.position_ids
+        goes_on = (positions == 0).cumsum(1) == 0
+        return replace(part, position_ids=positions - goes_on * positions[:, :1])
+
+
+class LocalShift(SequenceGroup):
+    def part(self, packed):
+        size = -(-packed.input_ids.shape[1] // self.size)
+        inside = packed.sources // size == (packed.sources + 1) // size
+        names = ("sources", "targets", "slots", "rows")
+        return super().part(replace(packed, **{n: getattr(packed, n)[inside] for n in names}))
+
+
+@breaks("sequence parallelism", "outputs", sequence=2)
+class CountsPositionsPerSlice(OtherSlices):
+    group = LocalPositions
+
+
+@breaks("sequence parallelism", "outputs", sequence=2)
+class ShiftsPerSlice(OtherSlices):
+    group = LocalShift
+
+
+@breaks("sequence parallelism", "gradient of", sequence=2)
+class AveragesOverSlices(FSDPTrainEngine):
+    def _backward(self, loss, **kwargs):
+        super()._backward(loss / self.config.parallel.sequence, **kwargs)
 
 
 # --- ranks that do not come back ------------------------------------------------------------------

@@ -37,5 +37,4 @@ def test_a_broken_oracle_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_check_has_a_broken_engine() -> None:
     seen = {mutant.check for mutant in MUTANTS.values()}
     seen |= {check for check, *_ in RANK_MUTANTS.values()}
-    not_yet = {"sequence parallelism"}  # no backend has it
-    assert seen | set(ORACLE_CHECKS) == set(CHECKS) - not_yet
+    assert seen | set(ORACLE_CHECKS) == set(CHECKS)

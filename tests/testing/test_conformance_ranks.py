@@ -72,21 +72,23 @@ def test_a_foreign_data_parallel_backend_conforms_as_a_whole():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}], ids=["sharded", "tensor"])
+@pytest.mark.parametrize("axis", [None, "tensor", "sequence"])
 @pytest.mark.parametrize("model_type", ["language_model", "value_model", "reward_model"])
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-def test_the_sharded_engine_conforms(parallel, model_type, lora):
+def test_the_sharded_engine_conforms(axis, model_type, lora):
     report = run(
         "fsdp", world=2, device="cpu", model_type=model_type, lora=lora,
-        train={"parallel": parallel},
+        train={"parallel": {axis: 2} if axis else {}},
     )  # fmt: skip
     assert report.failed == []
-    name = "tensor parallelism" if parallel else "world size"
+    name = f"{axis} parallelism" if axis else "world size"
     assert report[name].verdict == "pass"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("parallel", [{}, {"replicate": 2}, {"tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{}, {"replicate": 2}, {"tensor": 2}, {"sequence": 2}], ids=str
+)
 def test_the_sharded_engine_conforms_on_four_ranks(parallel):
     report = run("fsdp", world=4, device="cpu", train={"parallel": parallel})
     assert report.failed == []

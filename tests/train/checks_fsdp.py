@@ -74,7 +74,7 @@ def assert_same_weights(found, expected, atol):
 def check_against_local(here, model="plain", *, loss=nll, parallel=None, **options):
     """One clipped step gives the loss, gradients, norm and weights of one process."""
     rows = make_rows(LENGTHS)
-    options |= CUT | SMOOTH
+    options = CUT | SMOOTH | options
     engine = here.engine(model, parallel=parallel, **options)
     plain = engine.forward_backward_batch(share(engine, rows), loss)
     gradients = whole_gradients(engine)
@@ -108,6 +108,20 @@ def tied_weights_are_trained_as_one(here):
 
 def a_deferred_reduction_changes_nothing(here):
     check_against_local(here, parallel={"reduce_per_microbatch": False})
+
+
+def weights_gathered_once_a_batch_are_those_of_the_last_step(here):
+    parallel = {"gather_per_microbatch": False, "reduce_per_microbatch": False}
+    check_against_local(here, parallel=parallel)
+    rows = make_rows(LENGTHS)
+    engine = here.engine(parallel=parallel, **CUT)
+    losses = [engine.train_batch(share(engine, rows), nll)["loss"] for _ in range(3)]
+    losses.append(engine.eval_batch(share(engine, rows), nll))
+    if here.is_first:
+        oracle = here.local(**CUT)
+        expected = [oracle.train_batch(collate(rows), nll)["loss"] for _ in range(3)]
+        expected.append(oracle.eval_batch(collate(rows), nll))
+        assert losses == pytest.approx(expected, abs=1e-6)
 
 
 def recomputed_activations_change_nothing(here):
@@ -374,8 +388,9 @@ def a_bad_batch_on_one_rank_raises_on_all_and_harms_nothing(here):
 
 
 def a_loss_that_raises_leaves_no_gradient_behind(here):
-    for reduce_per_microbatch in (True, False):
-        engine = here.engine(**CUT, parallel={"reduce_per_microbatch": reduce_per_microbatch})
+    for each in (True, False):
+        parallel = {"reduce_per_microbatch": each, "gather_per_microbatch": each}
+        engine = here.engine(**CUT, parallel=parallel)
         rows = make_rows([9, 5, 7, 11, 6, 3, 8, 4])
         calls = []
 

@@ -27,6 +27,7 @@ ON_TWO_RANKS = [
     checks.sharded_training_equals_one_process,
     checks.tied_weights_are_trained_as_one,
     checks.a_deferred_reduction_changes_nothing,
+    checks.weights_gathered_once_a_batch_are_those_of_the_last_step,
     checks.tensor_parallel_training_equals_one_process,
     checks.tensor_parallel_layers_recompute_and_defer,
     checks.adapters_on_divided_layers_are_trained_as_by_one_process,
@@ -200,10 +201,9 @@ def test_an_address_needs_a_port_and_a_launcher(model_path, addr):
 
 
 def test_layouts_that_a_backend_lacks_are_refused_by_name(model_path):
-    with pytest.raises(CapabilityError, match="FSDPTrainEngine lacks sequence_parallel"):
-        FSDPTrainEngine(TrainConfig(parallel=ParallelConfig(sequence=2)), model_path=model_path)
-    parallel = ParallelConfig(tensor=2, replicate=2)
-    with pytest.raises(CapabilityError, match="lacks hybrid_sharding, tensor_parallel"):
+    parallel = ParallelConfig(tensor=2, replicate=2, sequence=2)
+    lacking = "lacks hybrid_sharding, sequence_parallel, tensor_parallel"
+    with pytest.raises(CapabilityError, match=lacking):
         LocalTrainEngine(TrainConfig(parallel=parallel), model_path=model_path)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -49,6 +50,22 @@ def forward_kl_advantage(
 def _log_ratio(teacher: Tensor, student: Tensor, mask: Tensor) -> Tensor:
     gap = under_mask(student.detach(), mask) - under_mask(teacher.detach(), mask)
     return gap.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+@dataclass(frozen=True, slots=True)
+class Likeliest:
+    """A hook of a train engine: ids and log-probabilities of the ``count`` likeliest tokens."""
+
+    count: int
+
+    def __call__(self, logits_BTV: Tensor, _: object) -> list[tuple[Tensor, Tensor]]:
+        if self.count > logits_BTV.shape[-1]:
+            raise ConfigError(
+                f"teacher.top_k: got {self.count}, allowed: up to the vocabulary, "
+                f"{logits_BTV.shape[-1]}"
+            )
+        found = torch.log_softmax(logits_BTV, dim=-1).topk(self.count, dim=-1)
+        return list(zip(found.indices.cpu(), found.values.cpu(), strict=True))
 
 
 def topk_divergence(

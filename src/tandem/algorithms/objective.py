@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tandem.algorithms.correction import CORRECTIONS, prox_loglinear
 from tandem.algorithms.distillation import DIVERGENCES, topk_divergence
 from tandem.algorithms.kl import KL_ESTIMATORS, KLGradient, kl_estimate
 from tandem.algorithms.policy import POLICY_BATCH_KEYS, POLICY_LOSSES
 from tandem.algorithms.tokens import under_mask
 from tandem.errors import ConfigError, DataError
-from tandem.types import Metric
+from tandem.types import LossFn, Metric
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -38,6 +39,11 @@ class PolicyObjective:
     ``kl_loss_weights``, ``entropy_loss_weights`` and ``distill_loss_weights``. ``policy_kwargs`` go
     to the policy loss. The teacher's term compares the tokens ``candidate_ids``, of which the
     teacher's own are ``candidate_teacher_logprobs`` (both ``[B, T, K]``).
+
+    With ``interpolates`` the log-probabilities that the ratio starts from are ``prox_loglinear`` of
+    the policy's own in the same pass, from ``logprobs``, ``versions`` and ``prox_version [B]``, the
+    version that the batch is trained from; ``correction`` then weighs tokens against them, by a
+    method of ``CORRECTIONS`` that looks at each token alone.
     """
 
     policy_loss: str = "ppo_clip"
@@ -49,6 +55,9 @@ class PolicyObjective:
     distill_coef: float = 0.0
     divergence: str = "reverse"
     single_step: bool = False
+    interpolates: bool = False
+    correction: str | None = None
+    correction_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_choice("policy_loss", self.policy_loss, POLICY_LOSSES)
@@ -72,19 +81,27 @@ class PolicyObjective:
     ) -> tuple[Tensor, dict[str, Metric]]:
         mask = required_key(microbatch, "loss_mask").bool()
         logprobs = outputs["train_logprobs"]
+        prox_BT = self._prox(logprobs, microbatch)
         policy_BT, stats = POLICY_LOSSES[self.policy_loss](
             logprobs,
-            logprobs.detach() if self.single_step else required_key(microbatch, "prox_logprobs"),
+            prox_BT,
             required_key(microbatch, "advantages"),
             mask,
             **{k: required_key(microbatch, k) for k in POLICY_BATCH_KEYS.get(self.policy_loss, ())},
             **self.policy_kwargs,
         )
+        averages = {f"actor/{name}": value for name, value in stats.items()}
         weights = required_key(microbatch, "loss_weights")
-        if "behaviour_weights" in microbatch:
+        if self.correction is not None:
+            behaviour_BT, kept_BT = CORRECTIONS[self.correction](
+                prox_BT, required_key(microbatch, "logprobs"), mask, **self.correction_kwargs
+            )
+            weights = weights * behaviour_BT
+            averages["behaviour/weight_mean"] = behaviour_BT
+            averages["behaviour/dropped_fraction"] = (mask & ~kept_BT).to(logprobs.dtype)
+        elif "behaviour_weights" in microbatch:
             weights = weights * under_mask(microbatch["behaviour_weights"], mask)
         loss = policy_loss = (weights * policy_BT).sum()
-        averages = {f"actor/{name}": value for name, value in stats.items()}
         if self.kl_coef:
             kl_BT = self._kl(logprobs, microbatch, mask)
             loss = loss + self.kl_coef * (required_key(microbatch, "kl_loss_weights") * kl_BT).sum()
@@ -104,6 +121,19 @@ class PolicyObjective:
         metrics["actor/pg_loss"] = Metric(policy_loss.detach(), 1.0, "sum")
         return loss, metrics
 
+    def _prox(self, logprobs: Tensor, microbatch: TensorDict) -> Tensor:
+        """What the ratio is taken against; no gradient flows into it."""
+        if self.interpolates:
+            version_B1 = required_key(microbatch, "prox_version")[:, None]
+            return prox_loglinear(
+                logprobs,
+                required_key(microbatch, "logprobs"),
+                sampler_versions=required_key(microbatch, "versions"),
+                prox_version=version_B1,
+                current_version=version_B1 + 1,
+            )
+        return logprobs.detach() if self.single_step else required_key(microbatch, "prox_logprobs")
+
     def _kl(self, logprobs: Tensor, microbatch: TensorDict, mask: Tensor) -> Tensor:
         kl = kl_estimate(
             under_mask(logprobs, mask),
@@ -120,6 +150,28 @@ class PolicyObjective:
         return topk_divergence(
             outputs["candidate_logprobs"], teacher_BTK, mask, divergence=self.divergence
         )
+
+
+class Recorder:
+    """The objective; the log-probabilities that it sees become ``prox_logprobs`` of the batch."""
+
+    def __init__(self, objective: LossFn, batch: TensorDict) -> None:
+        self.objective = objective
+        self._prox_BT = torch.zeros_like(batch["logprobs"])
+        batch["prox_logprobs"] = self._prox_BT
+        batch["rows"] = torch.arange(len(batch))
+        self.required_outputs = getattr(objective, "required_outputs", {"train_logprobs"})
+
+    def __call__(
+        self, outputs: Mapping[str, Tensor], microbatch: TensorDict
+    ) -> tuple[Tensor, dict[str, Metric]]:
+        self.record(microbatch["rows"], outputs["train_logprobs"])
+        return self.objective(outputs, microbatch)
+
+    def record(self, rows: Tensor, logprobs_BT: Tensor) -> None:
+        """Log-probabilities of these rows of the batch."""
+        seen_BT = logprobs_BT.detach().to(self._prox_BT)
+        self._prox_BT.index_copy_(0, rows.to(seen_BT.device), seen_BT)
 
 
 _POSITIONAL = ("logprobs_BT", "old_logprobs_BT", "advantages_BT", "mask_BT")

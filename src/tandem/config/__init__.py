@@ -13,6 +13,7 @@ from tandem.config.algorithm import (
 )
 from tandem.config.load import load_config, resolve_recipe, to_yaml
 from tandem.config.resume import RESUMABLE_CHANGES, check_resume
+from tandem.config.reward import RewardConfig, RewardPartConfig
 from tandem.config.rl import CriticConfig, RLConfig
 from tandem.config.schema import (
     CheckpointConfig,
@@ -20,6 +21,7 @@ from tandem.config.schema import (
     DPOConfig,
     DPOStageConfig,
     EvalConfig,
+    EvalRunConfig,
     InferenceConfig,
     LoraConfig,
     ModelConfig,
@@ -27,7 +29,6 @@ from tandem.config.schema import (
     PairEvalConfig,
     PairRoot,
     ParallelConfig,
-    RewardConfig,
     RewardModelConfig,
     RewardStageConfig,
     RolloutConfig,
@@ -51,6 +52,7 @@ __all__ = [
     "DPOStageConfig",
     "DataConfig",
     "EvalConfig",
+    "EvalRunConfig",
     "FrozenModelConfig",
     "InferenceConfig",
     "LoraConfig",
@@ -62,6 +64,7 @@ __all__ = [
     "RLConfig",
     "RewardConfig",
     "RewardModelConfig",
+    "RewardPartConfig",
     "RewardStageConfig",
     "RolloutConfig",
     "Root",

@@ -20,6 +20,9 @@ from tandem.config.section import (
 TEACHER_ADVANTAGES = ("teacher_reverse_kl", "teacher_forward_kl")
 """Advantages that compare sampled tokens with the section ``teacher``."""
 
+TOKEN_CORRECTIONS = ("decoupled_cap", "tis", "icepop")
+"""Corrections that look at each token alone and leave the loss mask as it is."""
+
 Aggregation = Literal[
     "token-mean",
     "token-sum",
@@ -78,6 +81,11 @@ class AlgorithmConfig(Section):
         description="weights and rejections by prox / sampler probability, one after the other; "
         "[{method: decoupled_cap}] is decoupled PPO",
     )
+    prox: Literal["recompute", "loglinear"] = Field(
+        "recompute",
+        description="log-probabilities that the ratio starts from: a pass before the first step, "
+        "or, without one, on the line from the sampler's to the policy's own by the token's age",
+    )
     kl_coef: NonNegativeFloat = 0.0
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = Field(
         None, description="None: k3 in the loss, k1 in the reward"
@@ -101,6 +109,34 @@ class AlgorithmConfig(Section):
             raise ValueError("algorithm.kl_target needs algorithm.kl_in_reward=true")
         if self.aggregation == "seq-mean-token-sum-norm" and self.horizon is None:
             raise ValueError("algorithm.horizon is required by seq-mean-token-sum-norm")
+        return self
+
+    @model_validator(mode="after")
+    def _interpolated(self) -> Self:
+        if self.prox == "recompute":
+            return self
+        needs = {
+            f"algorithm.policy_loss={self.policy_loss}": self.policy_loss == "clip_cov",
+            f"algorithm.advantage={self.advantage}": self.advantage in TEACHER_ADVANTAGES,
+            "algorithm.kl_in_reward=true": self.kl_in_reward,
+        }
+        for what, is_so in needs.items():
+            if is_so:
+                raise ValueError(
+                    f"algorithm.prox=loglinear: {what} needs the log-probabilities before the "
+                    "first step; use recompute"
+                )
+        if len(self.corrections) > 1 or any(
+            item.method not in TOKEN_CORRECTIONS
+            or item.kwargs.get("normalise")
+            or item.kwargs.get("drop_from_denominator")
+            for item in self.corrections
+        ):
+            raise ValueError(
+                "algorithm.corrections with algorithm.prox=loglinear: allowed is one of "
+                f"{', '.join(TOKEN_CORRECTIONS)} without normalise and drop_from_denominator; "
+                "others need the whole step before it"
+            )
         return self
 
 

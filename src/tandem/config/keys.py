@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
@@ -34,7 +34,12 @@ SYNONYMS = {
 
 
 def section_fields(annotation: Any) -> dict[str, Any] | None:
-    """Field name -> annotation of a section (looking through ``| None``); None for a value."""
+    """Field name -> annotation of a section (looking through ``| None``); None for a value.
+
+    A mapping of sections by labels of the user's own is a value.
+    """
+    if get_origin(annotation) is dict:
+        return None
     for kind in (annotation, *get_args(annotation)):
         if not isinstance(kind, type):
             continue

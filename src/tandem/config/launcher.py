@@ -23,6 +23,8 @@ class LauncherFacts:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 1
+    """How many of the processes are on this machine, where the launcher says so."""
     master_addr: str = "127.0.0.1"
     master_port: int = DEFAULT_PORT
     has_agent_store: bool = False
@@ -49,10 +51,14 @@ def launcher_facts(environment: Mapping[str, str] | None = None) -> LauncherFact
             f"RANK, WORLD_SIZE: got {rank}, {world_size}, allowed: 0 <= RANK < WORLD_SIZE; start "
             "the processes with torchrun, or unset both for a single process"
         )
+    local_world_size = _number(found, "LOCAL_WORLD_SIZE", 1)
+    if local_world_size < 1:
+        raise ConfigError(f"LOCAL_WORLD_SIZE: got {local_world_size}, allowed: >= 1")
     return LauncherFacts(
         rank=rank,
         world_size=world_size,
         local_rank=_number(found, "LOCAL_RANK", rank),
+        local_world_size=local_world_size,
         master_addr=found.get("MASTER_ADDR", "127.0.0.1"),
         master_port=_number(found, "MASTER_PORT", DEFAULT_PORT),
         has_agent_store=found.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -20,7 +20,7 @@ from tandem.config.keys import (
 )
 from tandem.config.parse import parse_yaml
 from tandem.config.rl import RLConfig
-from tandem.config.schema import DPOConfig, RewardModelConfig, Root, SFTConfig
+from tandem.config.schema import DPOConfig, EvalRunConfig, RewardModelConfig, Root, SFTConfig
 from tandem.config.section import Section
 from tandem.errors import ConfigError
 
@@ -29,6 +29,7 @@ KINDS: dict[str, type[Root]] = {
     "dpo": DPOConfig,
     "reward": RewardModelConfig,
     "rl": RLConfig,
+    "eval": EvalRunConfig,
 }
 
 
@@ -42,7 +43,7 @@ def load_config(
 
     A file may say ``base: other.yaml`` (beside it) and only what differs from that one. Override
     values are read as YAML, except that keys which take text get it verbatim. ``kind`` (``sft``,
-    ``dpo``, ``reward`` or ``rl``) must agree with the file's own.
+    ``dpo``, ``reward``, ``rl`` or ``eval``) must agree with the file's own.
 
     Raises:
         ConfigError: missing file, bad YAML, unknown keys (each with a suggestion), or bad values;

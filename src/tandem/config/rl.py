@@ -144,6 +144,38 @@ class RLConfig(Root):
         return self
 
     @model_validator(mode="after")
+    def _baseline_is_of_the_rollout(self) -> Self:
+        """ReMax and GDPO know only what the rollout rewarded."""
+        algorithm, shaping = self.algorithm, self.algorithm.shaping
+        advantage = algorithm.advantage
+        if advantage not in ("remax", "gdpo"):
+            return self
+        if self.reward_model is not None:
+            raise ValueError(
+                f"algorithm.advantage={advantage} cannot use the section reward_model, which "
+                "scores after the rollout; leave it out"
+            )
+        if advantage == "remax":
+            return self
+        if not self.rollout.reward.part_weights:
+            raise ValueError(
+                "algorithm.advantage=gdpo needs rollout.reward.parts, or rollout.reward.weights "
+                "for a reward that returns several numbers"
+            )
+        penalties = {
+            "kl_in_reward": algorithm.kl_in_reward,
+            "shaping.overlong_cache": shaping.overlong_cache is not None,
+            "shaping.truncated_reward": shaping.truncated_reward is not None,
+        }
+        for name, is_set in penalties.items():
+            if is_set:
+                raise ValueError(
+                    f"algorithm.{name} changes the sum of the rewards, of which "
+                    "algorithm.advantage=gdpo sees the parts; leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _teacher_is_used(self) -> Self:
         advantage = self.algorithm.advantage
         by_samples = advantage in TEACHER_ADVANTAGES
@@ -162,6 +194,11 @@ class RLConfig(Root):
     @model_validator(mode="after")
     def _deterministic(self) -> Self:
         if self.inference.deterministic:
+            if self.algorithm.prox != "recompute":
+                raise ValueError(
+                    "inference.deterministic compares with algorithm.prox=recompute, got "
+                    f"{self.algorithm.prox!r}"
+                )
             found = {
                 "train.dtype": (self.train.dtype, "float32"),
                 "train.device": (self.train.device, "cpu"),

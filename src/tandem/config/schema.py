@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from tandem.config.reward import RewardConfig
 from tandem.config.section import (
     Beta,
     Dtype,
@@ -97,17 +98,22 @@ class ParallelConfig(Section):
     """How the ranks of a sharded backend divide the work.
 
     Ranks that are left after ``tensor``, ``sequence`` and ``replicate`` shard parameters, gradients
-    and optimizer state. Each data-parallel rank has rows of its own; tensor-parallel ranks see the
-    same rows.
+    and optimizer state, together with those of their sequence. Each data-parallel rank has rows of
+    its own; tensor- and sequence-parallel ranks see the same rows.
     """
 
     tensor: PositiveInt = Field(1, description="ranks that compute each layer together")
     replicate: PositiveInt = Field(
         1, description="hybrid sharding: whole copies of the model, each sharded over its own ranks"
     )
-    sequence: PositiveInt = Field(1, description="ranks that share each sequence")
+    sequence: PositiveInt = Field(
+        1, description="ranks that each compute a slice of every sequence, for long ones"
+    )
     reduce_per_microbatch: bool = Field(
         True, description="False: once a batch; less communication, whole gradients on every rank"
+    )
+    gather_per_microbatch: bool = Field(
+        True, description="False: once a batch; less communication, whole weights on every rank"
     )
     timeout_s: PositiveFloat = Field(1800.0, description="how long a rank waits for the others")
 
@@ -201,52 +207,18 @@ class InferenceConfig(Section):
         return self
 
 
-class RewardConfig(Section):
-    """What scores a completion.
-
-    ``name`` is ``auto`` (the data source's own scorer), ``model`` (0 here: the section
-    ``reward_model`` of an RL run scores it), another built-in, ``path/to/file.py:function`` or
-    ``package.module:function``; ``process`` runs it in child processes with a deadline.
-    """
-
-    name: str = "auto"
-    kwargs: dict[str, Any] = {}
-    per: Literal["completion", "group", "batch"] = Field(
-        "completion", description="what one call sees; group: all completions of a prompt"
-    )
-    batch_size: PositiveInt = Field(64, description="completions of one call, with per=batch")
-    batch_wait_s: NonNegativeFloat = Field(
-        0.05, description="how long a batch is collected, with per=batch"
-    )
-    max_concurrent: PositiveInt | None = Field(None, description="calls at once; None: any number")
-    process: bool = False
-    workers: PositiveInt = 1
-    timeout_s: PositiveFloat = 30.0
-    memory_mb: PositiveInt | None = Field(
-        None, description="address space of a child process; needs process=true"
-    )
-    cpu_s: PositiveFloat | None = Field(
-        None, description="processor seconds of one call; needs process=true"
-    )
-    network: bool = Field(
-        True, description="false: child processes have no network; needs process=true and Linux"
-    )
-
-    @model_validator(mode="after")
-    def _limits_need_a_process(self) -> Self:
-        limited = self.memory_mb is not None or self.cpu_s is not None or not self.network
-        if limited and not self.process:
-            raise ValueError("reward.memory_mb, cpu_s and network=false need reward.process=true")
-        return self
-
-
 class RolloutConfig(Section):
     batch_size: PositiveInt = Field(32, description="episodes (prompts) in one training batch")
     group_size: PositiveInt = Field(8, description="samples of one prompt")
     min_group_size: PositiveInt = 2
     max_concurrent: PositiveInt = 64
     max_staleness: NonNegativeInt = 1
-    stale_policy: Literal["drop", "mask", "wait"] = "wait"
+    stale_policy: Literal["drop", "mask", "wait", "pace"] = Field(
+        "wait",
+        description="episodes with tokens older than max_staleness: drop them; mask those tokens; "
+        "wait for running episodes before they get too old; pace: mask, and run as few episodes at "
+        "once as keep the trainer busy, so that little gets old",
+    )
     workflow: str = "single_turn"
     workflow_kwargs: dict[str, Any] = {}
     reward: RewardConfig = RewardConfig()
@@ -306,9 +278,35 @@ class EvalConfig(Section):
     every: NonNegativeInt = Field(
         0, description="steps between evaluations; 0: before and after only"
     )
-    samples: PositiveInt = Field(1, description="completions a prompt; 1 with greedy decoding")
+    samples: PositiveInt = Field(
+        1,
+        description="completions a prompt; one is decoded as generation says, more are drawn at "
+        "generation.temperature, whatever generation.greedy",
+    )
     generation: GenerationConfig = GenerationConfig(greedy=True, max_new_tokens=64)
+    correct_at: float = Field(1.0, description="a reward from which on a completion is right")
+    answer: str = Field(
+        "auto",
+        description="what maj@k counts votes by: text, number, path.py:function(completion) -> "
+        "text or None, or auto: what the reward looks at",
+    )
     batch_size: PositiveInt = 256
+
+    @property
+    def decoding(self) -> GenerationConfig:
+        """How completions are made: several greedy ones would all be the same."""
+        return self.generation if self.samples == 1 else self.generation.new(greedy=False)
+
+    @model_validator(mode="after")
+    def _draws(self) -> Self:
+        if self.decoding.n_samples != 1:
+            raise ValueError("eval.generation.n_samples: use eval.samples instead")
+        if self.samples > 1 and self.decoding.is_greedy:
+            raise ValueError(
+                f"eval.samples: got {self.samples} with eval.generation.temperature=0, which draws "
+                "the same completion every time; raise the temperature"
+            )
+        return self
 
 
 class CheckpointConfig(Section):
@@ -459,3 +457,23 @@ class RewardModelConfig(PairRoot):
 
     kind: Literal["reward"] = "reward"
     reward: RewardStageConfig
+
+
+class EvalRunConfig(Root):
+    """What ``tandem eval`` measures where no run is at hand: a model on the data of ``eval``."""
+
+    kind: Literal["eval"] = "eval"
+    inference: InferenceConfig = InferenceConfig(mode="inprocess")
+    rollout: RolloutConfig = Field(
+        RolloutConfig(), description="workflow, reward, prompt limits and deadlines"
+    )
+    eval: EvalConfig
+
+    @model_validator(mode="after")
+    def _has_data(self) -> Self:
+        if self.eval.data is None:
+            raise ValueError(
+                "eval.data is required: say what to evaluate on, e.g. eval.data.source=jsonl "
+                "eval.data.path=FILE (tandem eval: --data FILE)"
+            )
+        return self

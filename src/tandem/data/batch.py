@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tandem.errors import DataError
 
-Shape = Literal["BT", "B", "BT or B"]
+Shape = Literal["BT", "B", "BK", "BT or B"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +57,15 @@ KEYS: dict[str, KeySpec] = {
     "temperature": KeySpec(_FLOAT, "B"),
     "rewards": KeySpec(_FLOAT, "B"),
     "scores": KeySpec(_FLOAT, "B"),
+    "reward_parts": KeySpec(_FLOAT, "BK"),
+    "greedy_rewards": KeySpec(_FLOAT, "B"),
     "truncated": KeySpec(_BOOL, "B"),
     "bootstrap_values": KeySpec(_FLOAT, "B"),
     "group_ids": KeySpec(_INT, "B"),
     "sample_ids": KeySpec(_INT, "B"),
     "episode_ids": KeySpec(_INT, "B"),
     "attempt": KeySpec(_INT, "B"),
+    "prox_version": KeySpec(_INT, "B"),
     "pair_ids": KeySpec(_INT, "B"),
     "is_chosen": KeySpec(_BOOL, "B"),
     "margins": KeySpec(_FLOAT, "B"),
@@ -142,7 +145,9 @@ def _check_tensor(name: str, value: Any, ids: Any) -> None:
     allowed = []
     if "BT" in spec.shape and not ids.is_nested:
         allowed.append(tuple(ids.shape[:2]))
-    if spec.shape != "BT":
+    if spec.shape == "BK":
+        allowed += [(rows, value.shape[1])] if value.ndim == 2 else []
+    elif spec.shape != "BT":
         allowed.append((rows,))
     if tuple(value.shape) not in allowed:
         expected = " or ".join(str(shape) for shape in allowed) or "jagged like input_ids"
@@ -252,7 +257,10 @@ def _collate_key(
 ) -> Tensor:
     spec = KEYS.get(name)
     tensors = [torch.as_tensor(value, dtype=spec.dtype if spec else None) for value in values]
-    if all(tensor.ndim == 0 for tensor in tensors):
+    has_parts = spec is not None and spec.shape == "BK"
+    if has_parts and len({tensor.shape for tensor in tensors}) > 1:
+        raise DataError(f"{name}: rows differ in the number of parts, expected one for all")
+    if has_parts or all(tensor.ndim == 0 for tensor in tensors):
         return torch.stack(tensors)
     for index, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
         if tuple(tensor.shape) != (length,):
@@ -273,35 +281,37 @@ def concat_batches(batches: Sequence[TensorDict]) -> TensorDict:
     """
     if not batches:
         raise DataError("concat_batches: received no batches, expected at least one")
-    names = {str(key) for key in batches[0].keys()}  # noqa: SIM118
-    for index, batch in enumerate(batches):
-        found = {str(key) for key in batch.keys()}  # noqa: SIM118
-        if found != names:
-            raise DataError(
-                f"batch {index}: keys differ from those of batch 0: {sorted(found ^ names)}"
-            )
-    nested = {bool(batch["input_ids"].is_nested) for batch in batches}
+    # Plain dicts: looking a key up in a TensorDict costs as much as a small tensor.
+    parts = [dict(batch.items()) for batch in batches]
+    names = parts[0].keys()
+    for index, part in enumerate(parts):
+        if part.keys() != names:
+            differing = sorted(map(str, part.keys() ^ names))
+            raise DataError(f"batch {index}: keys differ from those of batch 0: {differing}")
+    nested = {bool(part["input_ids"].is_nested) for part in parts}
     if len(nested) > 1:
         raise DataError("concat_batches: received padded and jagged batches, expected one layout")
-    width = 0 if nested.pop() else max(batch["input_ids"].shape[1] for batch in batches)
-    parts = [_widened(batch, width) for batch in batches]
+    if not nested.pop():
+        width = max(part["input_ids"].shape[1] for part in parts)
+        parts = [_widened(part, width) for part in parts]
     fields = {name: _cat([part[name] for part in parts]) for name in names}
     return TensorDict(fields, batch_size=[sum(batch.batch_size[0] for batch in batches)])
 
 
-def _widened(batch: TensorDict, width: int) -> TensorDict:
-    if batch["input_ids"].is_nested or batch["input_ids"].shape[1] == width:
-        return batch
-    old = batch["input_ids"].shape[1]
+def _widened(part: dict[str, Any], width: int) -> dict[str, Any]:
+    old = part["input_ids"].shape[1]
+    if old == width:
+        return part
     fields = {}
-    for name, value in batch.items():
-        per_token = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == old
+    for name, value in part.items():
+        is_wide = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[1] == old
+        per_token = is_wide and (name not in KEYS or KEYS[name].shape != "BK")
         if per_token:
             filled = value.new_full((value.shape[0], width, *value.shape[2:]), _pad_value(name))
             filled[:, :old] = value
             value = filled
         fields[name] = value
-    return TensorDict(fields, batch_size=batch.batch_size)
+    return fields
 
 
 def _cat(values: Sequence[Tensor]) -> Tensor:

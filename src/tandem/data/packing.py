@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tandem.errors import DataError
 
@@ -34,6 +35,7 @@ class PackedRows:
     slots: Tensor  # [M]
     rows: Tensor  # [M]
     segment_rows: Tensor  # [S], the row that each segment is
+    lasts: Tensor  # [S], the packed position of each segment's last token
     shape: tuple[int, int]  # (B, T)
     candidates: Tensor | None = None  # [M, K], further tokens to score in the place of each target
 
@@ -51,9 +53,34 @@ class PackedRows:
 
         Differentiable.
         """
-        last = torch.tensor(self.lengths, device=values_N.device).cumsum(0) - 1
         dense = values_N.new_zeros(self.shape[0])
-        return dense.index_copy(0, self.segment_rows, values_N[last])
+        return dense.index_copy(0, self.segment_rows, values_N[self.lasts])
+
+    def part(self, number: int, count: int) -> PackedRows:
+        """Slice ``number`` of ``count`` contiguous ones of equal length of the packed sequence.
+
+        A segment of its own fills up the end. Positions, targets and ``lengths`` stay those of the
+        whole, ``sources`` and ``lasts`` count from the start of the slice, and what ``unpack`` and
+        ``last_of_rows`` give for all slices adds up to what they give for the whole.
+        """
+        num_tokens = self.input_ids.shape[1]
+        size = -(-num_tokens // count)
+        padding, start = size * count - num_tokens, size * number
+        predicted = _within(self.sources, start, size)
+        ended = _within(self.lasts, start, size)
+        return replace(
+            self,
+            input_ids=F.pad(self.input_ids, (0, padding))[:, start : start + size],
+            position_ids=F.pad(self.position_ids, (0, padding))[:, start : start + size],
+            lengths=(*self.lengths, padding) if padding else self.lengths,
+            sources=self.sources[predicted] - start,
+            targets=self.targets[predicted],
+            slots=self.slots[predicted],
+            rows=self.rows[predicted],
+            segment_rows=self.segment_rows[ended],
+            lasts=self.lasts[ended] - start,
+            candidates=None if self.candidates is None else self.candidates[predicted],
+        )
 
     def to(self, device: torch.device) -> PackedRows:
         names = (
@@ -64,6 +91,7 @@ class PackedRows:
             "slots",
             "rows",
             "segment_rows",
+            "lasts",
         )
         moved = {name: getattr(self, name).to(device) for name in names}
         candidates = None if self.candidates is None else self.candidates.to(device)
@@ -103,6 +131,7 @@ def pack(
         slots=slots,
         rows=rows[predicted],
         segment_rows=lengths.nonzero().squeeze(-1),
+        lasts=lengths.cumsum(0)[lengths > 0] - 1,
         shape=(input_ids_BT.shape[0], input_ids_BT.shape[1]),
         candidates=None if candidates_BTK is None else candidates_BTK.flatten(0, 1)[slots],
     )
@@ -113,6 +142,11 @@ def dummy_rows(num_candidates: int = 0) -> PackedRows:
     ids = torch.zeros(1, 2, dtype=torch.int64)
     mask = torch.ones_like(ids, dtype=torch.bool)
     return pack(ids, mask, candidates_BTK=ids.new_zeros(1, 2, num_candidates))
+
+
+def _within(positions: Tensor, start: int, size: int) -> Tensor:
+    """Indices of the positions that lie in the ``size`` ones from ``start`` on."""
+    return ((positions >= start) & (positions < start + size)).nonzero().squeeze(-1)
 
 
 # --- cutting --------------------------------------------------------------------------------------
@@ -150,6 +184,20 @@ def cut_microbatches(
     bins = _split_to(bins, sizes, count)
     rows = sorted(sorted(row for i in part for row in items[i]) for part in bins)
     return rows + [[] for _ in range(count - len(rows))]
+
+
+def deal_rows(
+    lengths: Sequence[int], num_shares: int, *, groups: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Row numbers of each share, nearly equal in tokens; each row is in exactly one.
+
+    Rows that share an entry of ``groups`` stay together. With fewer such items than shares some
+    shares are empty.
+    """
+    items = _items(lengths, groups)
+    sizes = [sum(lengths[row] for row in item) for item in items]
+    parts = karmarkar_karp(sizes, num_shares)
+    return [sorted(row for i in part for row in items[i]) for part in parts]
 
 
 def first_fit_decreasing(

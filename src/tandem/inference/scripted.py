@@ -71,16 +71,16 @@ class ScriptedOptions:
     """What the double imitates.
 
     ``logprob`` is that of every token, or a function of the version that makes it. ``latency_s`` is
-    the time of a token on ``clock``. ``param_specs`` is the model that updates must fit (``None``:
-    any manifest is taken, digests are verified all the same). ``refuse`` names options to refuse
-    beyond ``UNHONOURED``, such as ``seed``.
+    the time of a token on ``clock``, or a function of the request it is for. ``param_specs`` is the
+    model that updates must fit (``None``: any manifest is taken, digests are verified all the
+    same). ``refuse`` names options to refuse beyond ``UNHONOURED``, such as ``seed``.
     """
 
     vocab_size: int = 256
     eos_id: int = 2
     max_context: int | None = None
     logprob: float | Callable[[int], float] = -1.0
-    latency_s: float = 0.0
+    latency_s: float | Callable[[LLMRequest], float] = 0.0
     clock: Clock = field(default_factory=RealClock)
     decoder: Decoder | None = None
     param_specs: Sequence[ParamSpec] | None = None
@@ -156,8 +156,8 @@ class ScriptedBackend(GenerationBackend):
         try:
             await asyncio.sleep(0)
             while run.reason is None:
-                if self._options.latency_s:
-                    await self._options.clock.sleep(self._options.latency_s)
+                if (latency_s := self._latency_s(req)) > 0:
+                    await self._options.clock.sleep(latency_s)
                 held = self._advance(run)
                 if held is not None:
                     await asyncio.wrap_future(held)
@@ -296,6 +296,10 @@ class ScriptedBackend(GenerationBackend):
                 f"request {req.rid}: the script has no completion for prompt {req.input_ids}"
             )
         return self._script[req.input_ids]
+
+    def _latency_s(self, req: LLMRequest) -> float:
+        latency_s = self._options.latency_s
+        return latency_s(req) if callable(latency_s) else latency_s
 
     def _advance(self, run: _Run) -> Future[None] | None:
         """Make one token, or return what to wait for at a token border."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from tandem.inference.backend import GenerationBackend
 from tandem.rollout.engine import EpisodeData, InferenceEngine, ShouldAccept
 from tandem.rollout.executor import RolloutExecutor
 from tandem.rollout.feed import PromptStream
+from tandem.rollout.runtime import Runtime
 from tandem.rollout.snapshot import RolloutSnapshot
 from tandem.rollout.workflow import EpisodeListener, RolloutWorkflow
 from tandem.store import StoreWriter
@@ -37,6 +37,7 @@ class ComposedInferenceEngine(InferenceEngine):
         seed: int = 0,
         on_episode: EpisodeListener | None = None,
         writer: StoreWriter | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self.backend = backend
         self._seed = seed
@@ -48,6 +49,7 @@ class ComposedInferenceEngine(InferenceEngine):
             hold_generation=self._hold_generation,
             on_episode=on_episode,
             writer=writer,
+            runtime=runtime,
         )
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
@@ -72,13 +74,13 @@ class ComposedInferenceEngine(InferenceEngine):
             digest = hashlib.sha256(f"{self._seed}/{self._lasting_name(req.rid)}".encode()).digest()
             seed = int.from_bytes(digest[:8], "big") >> 1
             req = replace(req, gconfig=req.gconfig.new(seed=seed))
-        started_at = time.monotonic()
+        started_at = loop.now()
         response = await self.backend.generate(req)
         loop.note_span(
             {
                 "name": "generate",
                 "started_at": started_at,
-                "s": time.monotonic() - started_at,
+                "s": loop.now() - started_at,
                 "num_tokens": len(response.output_tokens),
                 "stop_reason": response.stop_reason,
             }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -39,9 +38,9 @@ class DirectBatch:
         self._num_failed = self._num_rejected = 0
         # All start together, so the deadline of a late one covers the waves before it.
         timeout_s = config.episode_timeout_s * -(-len(data) // config.max_concurrent)
-        self.deadline = time.monotonic() + timeout_s + config.wait_timeout_s
+        self.deadline = loop.now() + timeout_s + config.wait_timeout_s
         self._runs = [
-            Run(_episode(item, index, name), workflow, index, timeout_s, time.monotonic())
+            Run(_episode(item, index, name), workflow, index, timeout_s, loop.now())
             for index, item in enumerate(data)
         ]
         self._pending = set(self._runs)
@@ -71,7 +70,7 @@ class DirectBatch:
                 self._loop.raise_if_broken()
                 if self._faults.is_spent:
                     raise RolloutError(self._complaint("the fault budget is spent"))
-                remaining = self.deadline - time.monotonic()
+                remaining = self.deadline - self._loop.now()
                 if remaining <= 0:
                     raise TimeoutError(self._complaint(f"{len(self._pending)} did not end in time"))
                 self._loop.lock.wait(remaining)

@@ -17,7 +17,6 @@ wait has a deadline, and ``describe`` prints what it is waiting for.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,9 @@ from tandem.errors import DataError, EngineError, RolloutError, WeightSyncError
 from tandem.rollout.direct import DirectBatch
 from tandem.rollout.feed import PromptFeed, PromptStream
 from tandem.rollout.loop import EpisodeLoop
-from tandem.rollout.meters import Meters
+from tandem.rollout.pacing import HoldBudget
 from tandem.rollout.pipeline import Pipeline
+from tandem.rollout.runtime import Runtime
 from tandem.rollout.snapshot import RolloutSnapshot, RunningEpisode
 from tandem.rollout.workflow import EpisodeListener, RolloutWorkflow
 from tandem.store import StoreWriter
@@ -50,7 +50,8 @@ class RolloutExecutor:
     ``version`` returns the version that serves now. ``hold_generation`` is entered around the start
     of a whole batch, so that no forward pass happens before all of it is enqueued. ``on_episode``
     is told of every attempt that ended, from the rollout thread. ``writer`` keeps episodes and the
-    schedule in its store; without one they live in memory only.
+    schedule in its store; without one they live in memory only. ``runtime``: threads and real time,
+    unless a simulation brings its own.
     """
 
     def __init__(
@@ -62,19 +63,25 @@ class RolloutExecutor:
         hold_generation: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_episode: EpisodeListener | None = None,
         writer: StoreWriter | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self._config = config
         self._version = version
         self._hold_generation = hold_generation
         self._loop = EpisodeLoop(
-            engine, on_episode, temperature=config.generation.training_temperature
+            engine,
+            on_episode,
+            temperature=config.generation.training_temperature,
+            runtime=runtime,
         )
+        self._now = self._loop.now
         self._lock = self._loop.lock
         self._pipeline = Pipeline(config, self._loop, version, writer)
         self._feed = PromptFeed()
-        self._meters = Meters()
         self._resumed_version = 0
         self._num_direct_batches = 0
+        self._num_asleep = 0
+        self._budget = HoldBudget() if config.stale_policy == "pace" else None
         self._waiting: tuple[str, float] | None = None
 
     def start(self) -> None:
@@ -93,6 +100,11 @@ class RolloutExecutor:
     @property
     def ledger(self) -> StalenessLedger:
         return self._pipeline.ledger
+
+    def open_ids(self) -> list[int]:
+        """Episodes that are not final, in order of submission."""
+        with self._lock:
+            return list(self._pipeline.runs)
 
     # --- submitting and collecting ----------------------------------------------------------------
 
@@ -114,7 +126,7 @@ class RolloutExecutor:
             try:
                 while (batch := self._collect(count, hold=False)) is None:
                     self._require_reachable(count)
-                    self._sleep_until(deadline, f"wait({count})")
+                    self._sleep_until(deadline, count, f"wait({count})")
             finally:
                 self._pipeline.use_filter(before)
         return batch
@@ -128,24 +140,32 @@ class RolloutExecutor:
         """One training batch, with the queue kept full from ``source``.
 
         With ``stale_policy=wait`` the batch waits for running episodes that would expire otherwise
-        (``StalenessLedger.select``); with the others it is handed over as soon as it is full. What
-        is too old by then is dropped or masked, and counted.
+        (``StalenessLedger.select``), with ``pace`` for as long as its ``HoldBudget`` allows; with
+        the others it is handed over as soon as it is full. What is too old by then is dropped or
+        masked, and counted.
         """
         deadline = self._deadline(None)
         size = self._config.batch_size
-        hold = self._config.stale_policy == "wait"
+        budget = self._budget
         with self._lock:
             self._require_weights()
             self._pipeline.use_filter(should_accept)
         is_exhausted = False
         while True:
             with self._lock:
+                hold = budget is None and self._config.stale_policy == "wait"
+                hold = hold or (budget is not None and budget.may_hold(self._now()))
                 if (batch := self._collect(size, hold=hold)) is not None:
+                    if budget is not None:
+                        budget.handed_over(self._now())
                     return batch
+                held_until = deadline
+                if budget is not None and self.ledger.count(EpisodeState.READY) >= size:
+                    held_until = min(deadline, budget.hold(self._now()))
                 wanted = 0 if is_exhausted else self._wanted()
                 if wanted == 0:
                     self._require_reachable(size, more_to_come=not is_exhausted)
-                    self._sleep_until(deadline, f"prepare_batch of {size}")
+                    self._sleep_until(deadline, size, f"prepare_batch of {size}", held_until)
                     continue
             is_exhausted = self._fill(source, workflow, wanted) < wanted
 
@@ -184,12 +204,7 @@ class RolloutExecutor:
 
     def _collect(self, count: int, *, hold: bool) -> TensorDict | None:
         self._raise_if_broken()
-        collected = self._pipeline.collect(count, hold=hold)
-        if collected is None:
-            return None
-        batch, staleness = collected
-        self._meters.handed_over(staleness)
-        return batch
+        return self._pipeline.collect(count, hold=hold)
 
     def _require_reachable(self, count: int, *, more_to_come: bool = False) -> None:
         reachable = self.ledger.reachable(more_to_come=more_to_come)
@@ -211,15 +226,25 @@ class RolloutExecutor:
             raise error
 
     def _deadline(self, timeout: float | None) -> float:
-        return time.monotonic() + (self._config.wait_timeout_s if timeout is None else timeout)
+        return self._now() + (self._config.wait_timeout_s if timeout is None else timeout)
 
-    def _sleep_until(self, deadline: float, what: str) -> None:
-        """Sleep until something changes. Nothing that finished is lost when this raises."""
-        remaining = deadline - time.monotonic()
+    def _sleep_until(
+        self, deadline: float, count: int, what: str, at_most: float = float("inf")
+    ) -> None:
+        """Sleep until ``count`` episodes may be ready, or cannot be, or it is ``at_most``.
+
+        Nothing is lost when this raises.
+        """
+        remaining = deadline - self._now()
         if remaining <= 0:
             raise TimeoutError(f"{what} ran out of time\n{self.describe()}")
         with self._waits_for(what, deadline):
-            self._lock.wait(remaining)
+            self._num_asleep += 1
+            self._pipeline.awaited = count if self._num_asleep == 1 else 0
+            try:
+                self._loop.enough.wait(max(0.0, min(remaining, at_most - self._now())))
+            finally:
+                self._num_asleep -= 1
 
     @contextmanager
     def _waits_for(self, what: str, deadline: float) -> Iterator[None]:
@@ -293,7 +318,7 @@ class RolloutExecutor:
     def take_metrics(self) -> dict[str, float]:
         """Staleness of the batch last handed over; counts since the last call; queue depths."""
         with self._lock:
-            return self._meters.take(self.ledger.counts(), self._loop.num_late)
+            return self._pipeline.meters.take(self.ledger.counts(), self._loop.num_late)
 
     def snapshot(self, patience_s: float = -1.0) -> RolloutSnapshot:
         """How things stand now.
@@ -304,7 +329,7 @@ class RolloutExecutor:
         if not self._lock.acquire(timeout=patience_s):
             raise TimeoutError(f"a thread holds the executor's lock for over {patience_s:g} s")
         try:
-            now = time.monotonic()
+            now = self._now()
             ledger, queue = self.ledger, self._pipeline.queue
             running = sorted(self._loop.active, key=lambda run: run.started_at or now)
             waiting, deadline = self._waiting or (None, None)
@@ -312,7 +337,7 @@ class RolloutExecutor:
                 version=self._version(),
                 is_paused=self._pipeline.is_paused,
                 capacity=ledger.capacity(),
-                max_concurrent=ledger.max_concurrent,
+                max_concurrent=ledger.max_running,
                 max_staleness=ledger.max_staleness,
                 batch_size=ledger.batch_size,
                 states=ledger.counts(),
@@ -381,4 +406,4 @@ class RolloutExecutor:
             self._pipeline.number_attempts(attempts)
             self._pipeline.next_free_id = int(state["next_free_id"])
             self._resumed_version = int(state["version"])
-            self._meters.start_from(self.ledger.counts())
+            self._pipeline.meters.start_from(self.ledger.counts())

@@ -6,11 +6,12 @@ How a single trajectory comes about is in ``single_turn``, ``multi_turn`` and ``
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from tensordict import TensorDict
@@ -20,7 +21,7 @@ from tandem.data.prompts import Overlong, fit_prompt
 from tandem.data.text import tools_of
 from tandem.data.turns import Tools
 from tandem.errors import ConfigError, DataError, RolloutError
-from tandem.rollout.scoring import Completion, Reward
+from tandem.rollout.scoring import Completion, Reward, Score
 from tandem.rollout.transcript import TokenRow
 from tandem.rollout.workflow import Episode, OverlongPromptError, RolloutWorkflow, SampleError
 from tandem.types import GenerationConfig
@@ -31,14 +32,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OVERLONG_FILTERED = "overlong_prompt=filter"
+"""Stands in the reason of an episode that was rejected because of its prompt's length."""
+
 
 @dataclass(slots=True, eq=False)
 class Trajectory:
     """One sample of a group. All its rows have one ``sample_ids`` and one reward.
 
     ``completion`` is what a reward function is asked about, ``text`` what people read. ``reward``
-    is what the trajectory earned on its way; None: nothing can be said about it. ``num_splits``
-    counts how often a chat template rewrote what came before.
+    is what the trajectory earned on its way; None: nothing can be said about it. ``reward_parts``
+    are those of the reward function's score, if it has several. ``num_splits`` counts how often a
+    chat template rewrote what came before.
     """
 
     index: int
@@ -46,6 +51,7 @@ class Trajectory:
     text: str
     completion: Completion
     reward: float | None = 0.0
+    reward_parts: tuple[float, ...] | None = None
     error: SampleError | None = None
     is_truncated: bool = False
     num_splits: int = 0
@@ -84,6 +90,17 @@ class GroupWorkflow(RolloutWorkflow):
         if not isinstance(self.reward, Reward):
             self.reward = Reward(self.reward)
         self._has_told = False
+        self._greedy: Self | None = None
+
+    def with_greedy_baseline(self) -> Self:
+        """A copy that makes one more trajectory of every training prompt, without chance.
+
+        It is scored and not trained on; its reward is the key ``greedy_rewards`` of the others.
+        """
+        other, greedy = copy.copy(self), copy.copy(self)
+        greedy.generation = self.generation.new(greedy=True)
+        other._greedy = greedy
+        return other
 
     @abstractmethod
     async def sample(
@@ -116,20 +133,25 @@ class GroupWorkflow(RolloutWorkflow):
         prompt_ids = self._prompt_ids(episode)
         if prompt_ids is None:
             return None
-        made = await all_or_none(
-            [self._scored(engine, episode, prompt_ids, i) for i in range(self.group_size)]
-        )
+        greedy = self._greedy if episode.training else None
+        samples = [self._scored(engine, episode, prompt_ids, i) for i in range(self.group_size)]
+        if greedy is not None:
+            samples.append(greedy._scored(engine, episode, prompt_ids, self.group_size))
+        made = await all_or_none(samples)
         assert isinstance(self.reward, Reward)
         if self.is_scored_by_reward and self.reward.sees_group:
             await self._score_together(episode, made)
+        baseline = None if greedy is None else made.pop()
         self._note(episode, prompt_ids, made)
+        if baseline is not None and not _is_baseline(episode, baseline):
+            return None
         kept = [item for item in made if item.error is None]
         num_scored = sum(item.reward is not None for item in kept)
         needed = self.min_group_size if episode.training else min(1, len(kept))
         if num_scored < needed or not kept:
             _reject_or_fail(episode, made, num_scored, needed)
             return None
-        return collate([row for item in kept for row in self._rows(episode, item)])
+        return collate([row for item in kept for row in self._rows(episode, item, baseline)])
 
     def _prompt_ids(self, episode: Episode) -> tuple[int, ...] | None:
         ids = None if self.own_tools else episode.get("prompt_ids")
@@ -145,10 +167,14 @@ class GroupWorkflow(RolloutWorkflow):
         except DataError as error:
             raise OverlongPromptError(str(error)) from error
         if fitted is None:
-            episode.notes["reason"] = (
-                f"prompt of {len(ids)} > {self.max_prompt_tokens} tokens (overlong_prompt=filter)"
-            )
+            self.note_overlong(episode, len(ids))
         return fitted
+
+    def note_overlong(self, episode: Episode, length: int) -> None:
+        """Say why an episode is rejected whose prompt is filtered."""
+        episode.notes["reason"] = (
+            f"prompt of {length} > {self.max_prompt_tokens} tokens ({OVERLONG_FILTERED})"
+        )
 
     def _encode(self, episode: Episode) -> list[int]:
         prompt = episode.get("prompt")
@@ -178,7 +204,9 @@ class GroupWorkflow(RolloutWorkflow):
             made = await self.sample(engine, episode, prompt_ids, index)
         except SampleError as error:
             nothing = Completion(episode.get("prompt"), "", prompt_ids, ())
-            return Trajectory(index, [TokenRow.of(prompt_ids)], "", nothing, None, error)
+            return Trajectory(
+                index, [TokenRow.of(prompt_ids)], "", nothing, reward=None, error=error
+            )
         is_due = self.is_scored_by_reward and not self.reward.sees_group
         if is_due and made.reward is not None and made.error is None:
             try:
@@ -229,9 +257,12 @@ class GroupWorkflow(RolloutWorkflow):
                 len(made) + splits,
             )
 
-    def _rows(self, episode: Episode, item: Trajectory) -> list[dict[str, Any]]:
+    def _rows(
+        self, episode: Episode, item: Trajectory, baseline: Trajectory | None
+    ) -> list[dict[str, Any]]:
         is_scored = item.reward is not None
         rows: list[dict[str, Any]] = []
+        extra = self._extra_keys(item, baseline)
         for position, row in enumerate(item.rows):
             tensors = row.tensors(is_trained=is_scored)
             if not self.has_turns:
@@ -239,6 +270,7 @@ class GroupWorkflow(RolloutWorkflow):
             rows.append(
                 {
                     **tensors,
+                    **extra,
                     "rewards": torch.tensor(float("nan") if item.reward is None else item.reward),
                     "temperature": self.generation.training_temperature,
                     "truncated": item.is_truncated and position == len(item.rows) - 1,
@@ -250,6 +282,18 @@ class GroupWorkflow(RolloutWorkflow):
             )
         return rows
 
+    def _extra_keys(self, item: Trajectory, baseline: Trajectory | None) -> dict[str, Any]:
+        """What only some algorithms need: ``reward_parts [K]`` (NaN where a reward with parts gave
+        none), ``greedy_rewards``."""
+        assert isinstance(self.reward, Reward)
+        extra: dict[str, Any] = {}
+        if self.reward.weights and self.is_scored_by_reward:
+            missing = (float("nan"),) * len(self.reward.weights)
+            extra["reward_parts"] = torch.tensor(item.reward_parts or missing)
+        if baseline is not None:
+            extra["greedy_rewards"] = baseline.reward
+        return extra
+
 
 def _add_score(item: Trajectory, score: float | None) -> None:
     """Add the reward function's score to what was earned on the way; None is None for all."""
@@ -257,6 +301,8 @@ def _add_score(item: Trajectory, score: float | None) -> None:
         item.reward = None
         return
     item.reward += score
+    if isinstance(score, Score):
+        item.reward_parts = score.parts
     item.rows[-1].reward_last(score)
 
 
@@ -272,6 +318,15 @@ async def all_or_none(samples: Sequence[Coroutine[Any, Any, Trajectory]]) -> lis
         raise
 
 
+def _is_baseline(episode: Episode, greedy: Trajectory) -> bool:
+    """Whether the greedy trajectory has a reward; without one the episode is failed or rejected."""
+    if greedy.error is not None:
+        raise RolloutError(f"the greedy completion failed: {greedy.error}") from greedy.error
+    if greedy.reward is None:
+        episode.notes.setdefault("reason", "the greedy completion was not scored")
+    return greedy.reward is not None
+
+
 def _reject_or_fail(
     episode: Episode, made: Sequence[Trajectory], num_scored: int, needed: int
 ) -> None:
@@ -279,4 +334,4 @@ def _reject_or_fail(
     errors = [item.error for item in made if item.error is not None]
     if errors:
         raise RolloutError(f"{reason}; the first sample that failed: {errors[0]}") from errors[0]
-    episode.notes["reason"] = reason
+    episode.notes.setdefault("reason", reason)

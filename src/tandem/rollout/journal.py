@@ -34,8 +34,10 @@ class Journal:
         *,
         on_durable: Callable[[Sequence[Run]], None],
         on_error: Callable[[BaseException], None],
+        now: Callable[[], float],
     ) -> None:
         self._writer = writer
+        self._now = now
         self._on_durable = on_durable
         self._unwritten: dict[int, Run] = {}
         self._usable: dict[int, int] = {}
@@ -55,7 +57,9 @@ class Journal:
         """Attempts that begin now."""
         if self._writer is not None and runs:
             attempts = [[run.episode_id, run.episode.attempt] for run in runs]
-            self._writer.log("dispatch", version, {"attempts": attempts})
+            self._writer.log(
+                "dispatch", version, {"attempts": attempts, "lease_s": runs[0].timeout_s}
+            )
 
     def ready(self, run: Run) -> None:
         """An attempt whose rows are to be kept; ``on_durable`` follows."""
@@ -96,7 +100,7 @@ class Journal:
     ) -> StoredEpisode:
         assert self._writer is not None
         run.key = self._writer.next_key()
-        facts, now = run.facts or NO_ROWS, time.monotonic()
+        facts, now = run.facts or NO_ROWS, self._now()
         started = now if run.started_at is None else run.started_at
         return StoredEpisode(
             key=run.key,

@@ -1,14 +1,13 @@
 """The rollout thread: runs attempts as asyncio tasks, each with a deadline, and tells their end.
 
-What an end means (states, queues, budgets) is decided by whoever launched the attempt.
+What an end means (states, queues, budgets) is decided by whoever launched the attempt; threads and
+clock are the ``runtime``'s.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -19,7 +18,9 @@ from tensordict import TensorDict
 from tandem.errors import EngineError, RolloutError
 from tandem.rollout.rows import check_rows
 from tandem.rollout.runs import FATAL, Run
+from tandem.rollout.runtime import Runtime, ThreadRuntime
 from tandem.rollout.workflow import EpisodeListener
+from tandem.store.records import EpisodeRecord
 from tandem.types import EpisodeState
 
 if TYPE_CHECKING:
@@ -37,17 +38,27 @@ _CURRENT: ContextVar[Run | None] = ContextVar("tandem_rollout_run", default=None
 
 
 class EpisodeLoop:
-    """One daemon thread with an event loop. ``lock`` guards this and all that its users share.
+    """Attempts in the event loop of ``runtime``. ``lock`` guards this and all that users share.
 
     ``active`` holds the attempts that run and are not settled, ``num_ended`` counts those that
     ended, ``num_late`` the results that came after their attempt was given up. ``fatal`` is what
-    every wait must raise. ``temperature`` is that of rows which name none.
+    every wait must raise. ``enough`` is notified when who waits for episodes should look again, and
+    not at every end of one, which would cost more than the episode. ``temperature`` is that of rows
+    which name none.
     """
 
     def __init__(
-        self, engine: InferenceEngine, on_episode: EpisodeListener | None, *, temperature: float
+        self,
+        engine: InferenceEngine,
+        on_episode: EpisodeListener | None,
+        *,
+        temperature: float,
+        runtime: Runtime | None = None,
     ) -> None:
-        self.lock = threading.Condition(threading.RLock())
+        self.runtime = runtime or ThreadRuntime()
+        self.lock = self.runtime.lock
+        self.enough = self.runtime.condition()
+        self.now = self.runtime.now
         self.active: set[Run] = set()
         self.num_late = 0
         self.num_ended = 0
@@ -55,80 +66,52 @@ class EpisodeLoop:
         self._engine = engine
         self._on_episode = on_episode
         self._temperature = temperature
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Start the thread. Idempotent."""
-        if self._thread is None:
+        if not self.runtime.is_running:
             self.fatal = None
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=self._run, args=(self._loop,), name="tandem-rollout", daemon=True
-            )
-            self._thread.start()
-
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        asyncio.set_event_loop(loop)
-        while True:
-            try:
-                loop.run_forever()
-                break
-            except (KeyboardInterrupt, SystemExit) as error:
-                # asyncio lets these two out of the loop; the waiting caller gets them instead.
-                self.set_fatal(error)
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()
+            self.runtime.start(self.set_fatal)
 
     def close(self) -> None:
         """Cancel every attempt, end the thread, wake all waits with an error. Idempotent.
 
         A thread that a workflow or a reward blocks is left behind after ``CLOSE_TIMEOUT_S``.
         """
-        if self._thread is None or self._loop is None:
+        if not self.runtime.is_running:
             return
         with self.lock:
             self.set_fatal(EngineError("the inference engine was destroyed"))
             runs = list(self.active)
             for run in runs:
                 self._give_up(run)
-        ending = asyncio.run_coroutine_threadsafe(_cancel(runs, CLOSE_TIMEOUT_S), self._loop)
-        try:
-            ending.result(CLOSE_TIMEOUT_S + 1.0)
-        except TimeoutError:
-            log.warning("the rollout thread is left behind: its event loop is blocked")
-        finally:
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_TIMEOUT_S)
-            self._thread = self._loop = None
+        self.runtime.stop(_cancel(runs, CLOSE_TIMEOUT_S), CLOSE_TIMEOUT_S)
 
     @property
     def is_running(self) -> bool:
-        return self._thread is not None
+        return self.runtime.is_running
 
     def set_fatal(self, error: BaseException) -> None:
         with self.lock:
             self.fatal = self.fatal or error
             self.lock.notify_all()
+            self.enough.notify_all()
 
     def raise_if_broken(self) -> None:
         if self.fatal is not None:
             raise self.fatal
-        if self._thread is None:
+        if not self.is_running:
             raise EngineError("the inference engine is not initialised; call initialize() first")
 
     # attempts
 
     def call_soon(self, function: Callable[[], object]) -> None:
         """Run ``function`` in the rollout thread, soon."""
-        assert self._loop is not None
-        self._loop.call_soon_threadsafe(function)
+        self.runtime.call_soon(function)
 
     def flush(self, timeout_s: float) -> None:
         """Return after everything that the rollout thread has in its queue now."""
-        passed = threading.Event()
-        self.call_soon(passed.set)
-        if not passed.wait(timeout_s):
+        if not self.runtime.flush(timeout_s):
             raise TimeoutError(
                 f"the rollout thread did not answer within {timeout_s:g} s; a workflow or a reward "
                 "blocks its event loop"
@@ -136,11 +119,11 @@ class EpisodeLoop:
 
     def launch(self, run: Run, settle: Settle, reported: Callable[[Run], None]) -> None:
         """Start an attempt; only in the rollout thread. ``reported`` comes after the listeners."""
-        assert self._loop is not None
-        run.started_at = time.monotonic()
+        loop = self.runtime.loop
+        run.started_at = self.now()
         self.active.add(run)
-        run.timer = self._loop.call_later(run.timeout_s, self._expire, run, settle, reported)
-        run.task = self._loop.create_task(self._attempt(run), name=run.name)
+        run.timer = loop.call_later(run.timeout_s, self._expire, run, settle, reported)
+        run.task = loop.create_task(self._attempt(run), name=run.name)
         run.task.add_done_callback(lambda task: self._ended(run, task, settle, reported))
 
     def abandon(self, run: Run) -> None:
@@ -149,6 +132,23 @@ class EpisodeLoop:
             self._give_up(run)
             if run.task is not None:
                 self.call_soon(run.task.cancel)
+
+    def tell(self, run: Run, outcome: Outcome) -> None:
+        """Report an end that came from outside. Under the lock, from any thread."""
+        if listeners := self._listeners(run):
+            record = run.record(*outcome, self.now())
+            self.call_soon(lambda: self._report(listeners, record))
+
+    def _listeners(self, run: Run) -> list[EpisodeListener]:
+        found = (run.workflow.listener, self._on_episode)
+        return [listener for listener in found if listener is not None]
+
+    def _report(self, listeners: Sequence[EpisodeListener], record: EpisodeRecord) -> None:
+        try:
+            for listener in listeners:
+                listener(record)
+        except Exception as failure:
+            self.set_fatal(failure)
 
     def stacks(self, limit: int = 20) -> list[tuple[str, list[str]]]:
         """Where the running attempts stand, by name: outermost call first, down to what is awaited.
@@ -253,11 +253,7 @@ class EpisodeLoop:
         reported: Callable[[Run], None],
         rows: TensorDict | None = None,
     ) -> None:
-        listeners = [
-            listener
-            for listener in (run.workflow.listener, self._on_episode)
-            if listener is not None
-        ]
+        listeners = self._listeners(run)
         try:
             with self.lock:
                 if run.settled:
@@ -266,9 +262,9 @@ class EpisodeLoop:
                 run.settled, run.rows = True, rows
                 self.active.discard(run)
                 state, reason = settle(run, error)
-                records = [run.record(state, reason, time.monotonic())] if listeners else []
-            for listener in listeners:
-                listener(*records)
+                record = run.record(state, reason, self.now()) if listeners else None
+            if record is not None:
+                self._report(listeners, record)
         except Exception as failure:
             self.set_fatal(failure)
         finally:

@@ -155,7 +155,10 @@ class _Conversation:
             tools=workflow.tools_for(episode),
             stop_token_ids=workflow.generation.stop_token_ids,
         )
-        return transcript if self._fits(transcript) else None
+        if self._fits(transcript):
+            return transcript
+        workflow.note_overlong(episode, len(transcript.context))
+        return None
 
     def _fits(self, transcript: Transcript) -> bool:
         workflow = self._workflow

@@ -7,7 +7,6 @@ journal, which keeps it. Waiting, deadlines and the callers' side are the execut
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -17,7 +16,8 @@ from tandem.errors import DataError, RolloutError, TandemError
 from tandem.observe.moments import reach
 from tandem.rollout.journal import Journal
 from tandem.rollout.loop import EpisodeLoop, Outcome
-from tandem.rollout.rows import Staleness, check_rows, join_rows
+from tandem.rollout.meters import Meters
+from tandem.rollout.rows import check_rows, join_rows
 from tandem.rollout.runs import FIRST_FREE_ID, FaultBudget, Run, describe_error
 from tandem.rollout.staleness import StalenessLedger
 from tandem.rollout.workflow import Episode, RolloutWorkflow
@@ -48,10 +48,15 @@ class Pipeline:
             stale_policy=config.stale_policy,
         )
         self.faults = FaultBudget(config.max_failures_in_row, config.max_rejected_in_row)
-        self.journal = Journal(writer, on_durable=self._become_ready, on_error=loop.set_fatal)
+        self.journal = Journal(
+            writer, on_durable=self._become_ready, on_error=loop.set_fatal, now=loop.now
+        )
+        self.meters = Meters()
         self.queue: deque[Run] = deque()
         self.runs: dict[int, Run] = {}
         self.is_paused = False
+        self.awaited = 0
+        """How many ready episodes a caller sleeps for; fewer do not wake it."""
         self.next_free_id = FIRST_FREE_ID
         self._config = config
         self._loop = loop
@@ -86,7 +91,7 @@ class Pipeline:
             )
             self._last_order += 1
             timeout_s = self._config.episode_timeout_s
-            run = Run(episode, workflow, self._last_order, timeout_s, time.monotonic())
+            run = Run(episode, workflow, self._last_order, timeout_s, self._loop.now())
             if stored is not None:
                 run.key, run.is_stored = stored.key, True
             self.runs[episode_id] = run
@@ -105,7 +110,9 @@ class Pipeline:
             raise RolloutError(
                 f"{run.name} is in training; call set_version before it is submitted again"
             )
-        self._close(run, EpisodeState.SUPERSEDED, "submitted again")
+        outcome = self._close(run, EpisodeState.SUPERSEDED, "submitted again")
+        if not run.settled:
+            self._loop.tell(run, outcome)
         self._loop.abandon(run)
 
     def _close(self, run: Run, state: EpisodeState, reason: str) -> Outcome:
@@ -153,7 +160,7 @@ class Pipeline:
         except TandemError as error:
             self._loop.set_fatal(error)
             return
-        run.started_at, run.settled = time.monotonic(), True
+        run.started_at, run.settled = self._loop.now(), True
         if self._judge(run, self._filter)[0] is EpisodeState.READY:
             self._become_ready([run])
 
@@ -176,17 +183,22 @@ class Pipeline:
             for run in runs:
                 if self.runs.get(run.episode_id) is run:
                     assert run.facts is not None
+                    self.meters.lengths.made(run.facts)
                     trained = run.facts.trained_oldest, run.facts.trained_newest
                     self.ledger.finish(run.episode_id, *trained)
             self._lock.notify_all()
+            if self.ledger.count(EpisodeState.READY) >= self.awaited:
+                self._loop.enough.notify_all()
             self.wake()
 
     def _fail(self, run: Run, error: BaseException) -> Outcome:
         self.faults.failed(error)
+        self._loop.enough.notify_all()
         return self._close(run, EpisodeState.FAILED, describe_error(error))
 
     def _reject(self, run: Run, reason: str) -> Outcome:
         self.faults.rejected(reason)
+        self._loop.enough.notify_all()
         return self._close(run, EpisodeState.REJECTED, reason)
 
     def _judge(self, run: Run, accept: ShouldAccept | None) -> Outcome:
@@ -199,6 +211,8 @@ class Pipeline:
             return self._fail(run, error)
         if not accepted:
             return self._reject(run, "should_accept")
+        if self.faults.rejected_in_row:  # a caller may have held prompts back until now
+            self._loop.enough.notify_all()
         self.faults.accepted()
         return EpisodeState.READY, None
 
@@ -214,7 +228,7 @@ class Pipeline:
             self.wake()
         return before
 
-    def collect(self, count: int, *, hold: bool) -> tuple[TensorDict, Staleness] | None:
+    def collect(self, count: int, *, hold: bool) -> TensorDict | None:
         """Hand over ``count`` ready episodes if there are that many which may be trained on."""
         version = self._version()
         if self.ledger.count(EpisodeState.READY) < count and self._looked_at == version:
@@ -227,7 +241,7 @@ class Pipeline:
         chosen = self.ledger.select(count, version, hold=hold)
         return None if chosen is None else self._hand_over(chosen, version)
 
-    def _hand_over(self, chosen: Sequence[int], version: int) -> tuple[TensorDict, Staleness]:
+    def _hand_over(self, chosen: Sequence[int], version: int) -> TensorDict:
         runs = sorted((self.runs[key] for key in chosen), key=lambda run: run.order)
         rows = [run.rows for run in runs if run.rows is not None]
         limit = self._config.max_staleness
@@ -237,8 +251,9 @@ class Pipeline:
         self.journal.handed_over(runs, version)
         for run in runs:
             run.rows = None
+        self.meters.handed_over(staleness)
         reach("rollout.handed_over")
-        return batch, staleness
+        return batch
 
     def consume(self, version: int) -> None:
         """The batch in training was trained on, which made ``version``."""
@@ -246,6 +261,7 @@ class Pipeline:
         runs = [self.runs.pop(episode_id) for episode_id in self.ledger.consume()]
         self.journal.consumed(runs, version)
         reach("rollout.consumed")
+        self._loop.enough.notify_all()
         self.wake()
 
     def reject(self, episode_ids: Collection[int], reason: str) -> None:
@@ -255,6 +271,7 @@ class Pipeline:
             raise DataError(f"reject ({reason}): no open episodes with the ids {unknown}")
         for episode_id in episode_ids:
             self._close(self.runs[episode_id], EpisodeState.REJECTED, reason)
+        self._loop.enough.notify_all()
         self.wake()
 
     # --- checkpoints (lock held) ------------------------------------------------------------------

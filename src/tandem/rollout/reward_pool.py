@@ -25,11 +25,13 @@ from tandem.rollout.frames import encode_frame, read_frame, write_frame
 from tandem.rollout.limits import Limits
 
 START_TIMEOUT_S = 60.0
+MAX_HANGS_IN_ROW = 16
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
     frame: bytes
+    prompt: str
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -38,6 +40,10 @@ class RewardPool:
 
     A call that takes longer than ``timeout_s`` ends with ``TimeoutError``; its process is killed,
     a new one takes its place and the pool keeps its size. ``limits`` hold for each process.
+
+    After ``MAX_HANGS_IN_ROW`` such calls in a row, about more than one prompt, whatever waits ends
+    with ``TimeoutError`` too, untried: a function that always hangs is known after that many
+    deadlines, not after one for each completion. What comes later is tried again.
     """
 
     def __init__(
@@ -60,6 +66,7 @@ class RewardPool:
         self._num_workers = workers
         self._timeout_s = timeout_s
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._hangs = _Hangs(self._jobs)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._closer: weakref.finalize[..., Any] | None = None
@@ -73,7 +80,9 @@ class RewardPool:
         Raises:
             DataError: a column is no JSON.
         """
-        job = _Job(encode_frame({"arguments": list(arguments), "data": dict(data)}))
+        job = _Job(
+            encode_frame({"arguments": list(arguments), "data": dict(data)}), repr(arguments[0])
+        )
         with self._lock:
             self._start()
             self._jobs.put(job)
@@ -85,7 +94,7 @@ class RewardPool:
         for index in range(self._num_workers):
             thread = threading.Thread(
                 target=_serve,
-                args=(self._jobs, self._spec, self._timeout_s),
+                args=(self._jobs, self._spec, self._timeout_s, self._hangs),
                 name=f"tandem-reward-{index}",
                 daemon=True,
             )
@@ -108,7 +117,41 @@ def _stop(jobs: queue.SimpleQueue[_Job | None], count: int) -> None:
         jobs.put(None)
 
 
-def _serve(jobs: queue.SimpleQueue[_Job | None], spec: bytes, timeout_s: float) -> None:
+class _Hangs:
+    """Deadlines that passed since the last answer, of all workers of a pool."""
+
+    def __init__(self, jobs: queue.SimpleQueue[_Job | None]) -> None:
+        self._jobs = jobs
+        self._lock = threading.Lock()
+        self._count = 0
+        self._prompts: set[str] = set()
+
+    def answered(self) -> None:
+        with self._lock:
+            self._count = 0
+            self._prompts.clear()
+
+    def hung(self, job: _Job) -> None:
+        """One more; beyond the limit, end whatever waits."""
+        with self._lock:
+            self._count += 1
+            self._prompts.add(job.prompt)
+            if self._count < MAX_HANGS_IN_ROW or len(self._prompts) < 2:
+                return
+            waiting = []
+            with suppress(queue.Empty):
+                while True:
+                    waiting.append(self._jobs.get_nowait())
+        for other in waiting:
+            if other is None:
+                self._jobs.put(None)
+            elif other.future.set_running_or_notify_cancel():
+                other.future.set_exception(TimeoutError(f"untried after {self._count} hung calls"))
+
+
+def _serve(
+    jobs: queue.SimpleQueue[_Job | None], spec: bytes, timeout_s: float, hangs: _Hangs
+) -> None:
     """Owns one child. Knows nothing of the pool, so a forgotten pool can be collected."""
     child = _Child(spec)
     while (job := jobs.get()) is not None:
@@ -119,8 +162,11 @@ def _serve(jobs: queue.SimpleQueue[_Job | None], spec: bytes, timeout_s: float) 
         except Exception as error:
             child.kill()
             child = _Child(spec)
+            if isinstance(error, TimeoutError):
+                hangs.hung(job)
             job.future.set_exception(error)
         else:
+            hangs.answered()
             if "error" in result:
                 job.future.set_exception(RolloutError(str(result["error"])))
             else:

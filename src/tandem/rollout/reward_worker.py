@@ -16,7 +16,7 @@ from typing import Any
 from tandem.errors import DataError
 from tandem.rollout.frames import encode_frame, read_frame, write_frame
 from tandem.rollout.limits import Limits, allow_cpu, apply_limits
-from tandem.rollout.rewards import RewardFunction, call, load_function
+from tandem.rollout.rewards import Prepared, load_function
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     limits = Limits(**spec["limits"])
     try:
         apply_limits(limits)
-        function = load_function(spec["name"], spec["kwargs"])
+        function = Prepared(load_function(spec["name"], spec["kwargs"]))
     except Exception as error:
         write_frame(answers, encode_frame({"error": f"{type(error).__name__}: {error}"}))
         return
@@ -50,9 +50,9 @@ def _read_all(descriptor: int, inbox: queue.SimpleQueue[Any]) -> None:
     os._exit(0)
 
 
-def _answer(function: RewardFunction, message: dict[str, Any]) -> bytes:
+def _answer(function: Prepared, message: dict[str, Any]) -> bytes:
     try:
-        value = call(function, message["arguments"], message["data"])
+        value = function(message["arguments"], message["data"])
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
         if hasattr(value, "item") and getattr(value, "ndim", None) == 0:

@@ -6,6 +6,7 @@ completion cannot be scored. Running them (deadlines, threads, processes) is in 
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import inspect
 import re
@@ -158,6 +159,50 @@ def model(
     return 0.0
 
 
+def compose(parts: Mapping[str, Mapping[str, Any]]) -> RewardFunction:
+    """One function for several: it returns what each of ``parts`` does, by label.
+
+    Each part is ``name`` and ``kwargs``. The function is async when one of them is; those that are
+    not run in threads then.
+    """
+    functions = {
+        label: Prepared(load_function(part["name"], part.get("kwargs", {})))
+        for label, part in parts.items()
+    }
+
+    def together(
+        prompt: Any,
+        completion: str,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        **data: Any,
+    ) -> dict[str, Any]:
+        arguments = (prompt, completion, prompt_ids, completion_ids)
+        return {label: function(arguments, data) for label, function in functions.items()}
+
+    async def together_async(
+        prompt: Any,
+        completion: str,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        **data: Any,
+    ) -> dict[str, Any]:
+        arguments = (prompt, completion, prompt_ids, completion_ids)
+
+        async def one(function: Prepared) -> Any:
+            if function.is_async:
+                return await function(arguments, data)
+            return await asyncio.to_thread(function, arguments, data)
+
+        values = await asyncio.gather(*map(one, functions.values()))
+        return dict(zip(functions, values, strict=True))
+
+    return together_async if any(each.is_async for each in functions.values()) else together
+
+
+PARTS = "parts"
+"""The name under which ``compose`` is loaded; its keyword is ``parts``."""
+
 BUILT_IN: dict[str, RewardFunction] = {
     "auto": auto,
     "code": code,
@@ -195,6 +240,8 @@ def _equal(received: Fraction | None, expected: Fraction, tolerance: float) -> b
 
 def load_function(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
     """The function called ``name`` with ``kwargs`` fixed; see ``RewardConfig``."""
+    if name == PARTS:
+        return compose(**kwargs)
     if name in BUILT_IN:
         function = BUILT_IN[name]
     elif ":" in name:
@@ -209,17 +256,36 @@ def load_function(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
     return functools.partial(function, **kwargs) if kwargs else function
 
 
-def call(function: RewardFunction, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
-    """Call ``function`` with the four arguments of the contract and the columns of the row.
+class Prepared:
+    """A reward function with what its signature asks for looked up once, at the first call.
 
-    A function without ``**data`` gets the columns that it names; the four are passed by position.
+    One without ``**data`` gets the columns that it names; the four of the contract are passed by
+    position.
     """
-    parameters = list(inspect.signature(function).parameters.values())
-    fixed = function.keywords if isinstance(function, functools.partial) else {}
-    columns = {
-        name: value for name, value in data.items() if name not in CONTRACT and name not in fixed
-    }
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        named = {p.name for p in parameters[len(CONTRACT) :]}
-        columns = {name: value for name, value in columns.items() if name in named}
-    return function(*arguments, **columns)
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.function = function
+        inner = function.func if isinstance(function, functools.partial) else function
+        self.is_instant = any(inner is known for known in INSTANT)
+        self.is_async = inspect.iscoroutinefunction(inner)
+        self._taken = set(CONTRACT)
+        self._named: frozenset[str] | None = None
+        self._is_looked_up = False
+
+    def __call__(self, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
+        if not self._is_looked_up:
+            self._look_up()
+        columns = {
+            name: value
+            for name, value in data.items()
+            if name not in self._taken and (self._named is None or name in self._named)
+        }
+        return self.function(*arguments, **columns)
+
+    def _look_up(self) -> None:
+        parameters = list(inspect.signature(self.function).parameters.values())
+        if isinstance(self.function, functools.partial):
+            self._taken.update(self.function.keywords)
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            self._named = frozenset(p.name for p in parameters[len(CONTRACT) :])
+        self._is_looked_up = True

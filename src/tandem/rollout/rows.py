@@ -38,7 +38,8 @@ class RowFacts:
     """What the executor and the store want to know of the rows of one episode.
 
     ``oldest``/``newest``: versions of all generated tokens, ``trained_oldest``/``trained_newest``
-    of the trained ones; None without any. ``reward``: mean of the scored rows.
+    of the trained ones; None without any. ``reward``: mean of the scored rows. ``squared_lengths``:
+    sum over rows of the squared number of trained tokens.
     """
 
     num_rows: int
@@ -48,9 +49,10 @@ class RowFacts:
     newest: int | None
     trained_oldest: int | None
     trained_newest: int | None
+    squared_lengths: int
 
 
-NO_ROWS = RowFacts(0, 0, None, None, None, None, None)
+NO_ROWS = RowFacts(0, 0, None, None, None, None, None, 0)
 
 
 def check_rows(
@@ -146,6 +148,7 @@ def _facts(
         newest=made_newest,
         trained_oldest=oldest,
         trained_newest=newest,
+        squared_lengths=int((loss_mask.sum(1, dtype=np.int64) ** 2).sum()),
     )
 
 
@@ -157,11 +160,16 @@ def _bounds(versions: np.ndarray[Any, Any]) -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Lag of the trained tokens of one batch behind the version that trains them."""
+    """Lag of the trained tokens of one batch behind the version that trains them.
+
+    ``trained_lengths`` is the sum, over ``trained_tokens``, of the length of each one's row.
+    """
 
     max: int
     mean: float
     masked_tokens: int
+    trained_tokens: int = 0
+    trained_lengths: int = 0
 
 
 def join_rows(
@@ -179,10 +187,13 @@ def join_rows(
     fresh = batch["versions"] >= version - max_staleness
     batch["loss_mask"] = mask & fresh
     masked = int((mask & ~fresh).sum())
+    trained_B = batch["loss_mask"].sum(-1)
+    trained, lengths = int(trained_B.sum()), int((trained_B * mask.sum(-1)).sum())
     lags = version - batch["versions"][batch["loss_mask"]]
     if lags.numel() == 0:
         return batch, Staleness(0, 0.0, masked)
-    return batch, Staleness(int(lags.max()), float(lags.float().mean()), masked)
+    mean = float(lags.float().mean())
+    return batch, Staleness(int(lags.max()), mean, masked, trained, lengths)
 
 
 def _numbered(sample_ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

@@ -6,26 +6,19 @@ The functions themselves are in ``rewards``, child processes in ``reward_pool``.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
-from tandem.config.schema import RewardConfig
+from tandem.config.reward import RewardConfig
 from tandem.errors import ConfigError
 from tandem.rollout.limits import Limits
 from tandem.rollout.reward_pool import RewardPool
-from tandem.rollout.rewards import (
-    INSTANT,
-    RewardFunction,
-    call,
-    load_function,
-)
+from tandem.rollout.rewards import PARTS, Prepared, RewardFunction, load_function
 from tandem.rollout.threads import call_user
 from tandem.rollout.workflow import SampleError
 
@@ -34,6 +27,18 @@ Per = Literal["completion", "group", "batch"]
 
 class RewardError(SampleError):
     """One completion could not be scored: this sample failed. Never a reward of 0."""
+
+
+class Score(float):
+    """A reward that is the weighted sum of ``parts``."""
+
+    parts: tuple[float, ...]
+
+    @classmethod
+    def of(cls, parts: Sequence[float], weights: Sequence[float]) -> Score:
+        made = cls(sum(w * part for w, part in zip(weights, parts, strict=True)))
+        made.parts = tuple(parts)
+        return made
 
 
 class _Pool(Protocol):
@@ -63,6 +68,9 @@ class Reward:
     Built-in functions run in the rollout thread, async ones as tasks, other functions in threads
     of their own. A thread that hangs cannot be killed: its sample fails at the deadline
     and the thread stays behind. ``pool`` runs the function in child processes, which are killed.
+
+    With ``weights`` every score is a mapping with their labels, and its weighted sum is the reward,
+    a ``Score``.
     """
 
     function: RewardFunction | None
@@ -72,9 +80,13 @@ class Reward:
     batch_size: int = 64
     batch_wait_s: float = 0.05
     max_concurrent: int | None = None
+    weights: Mapping[str, float] = field(default_factory=dict)
     _loops: WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopState] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
+
+    def __post_init__(self) -> None:
+        self._prepared = None if self.function is None else Prepared(self.function)
 
     @property
     def sees_group(self) -> bool:
@@ -95,10 +107,10 @@ class Reward:
             RewardError: it raised, ran out of time or returned something else.
             ConfigError: it cannot work with these data at all.
         """
-        asked = Completion(prompt, completion, prompt_ids, completion_ids)
         if self.per == "completion":
             arguments = (prompt, completion, list(prompt_ids), list(completion_ids))
-            return checked_score(await self._call(arguments, data))
+            return self._checked(await self._call(arguments, data))
+        asked = Completion(prompt, completion, prompt_ids, completion_ids)
         scores = (
             await self._batcher().score(asked, data)
             if self.per == "batch"
@@ -141,13 +153,15 @@ class Reward:
         self, arguments: Sequence[Any], columns: Mapping[str, Any], count: int
     ) -> list[float | RewardError | None]:
         try:
-            return checked_scores(await self._call(arguments, columns), count)
+            return checked_scores(await self._call(arguments, columns), count, self._checked)
         except RewardError as error:
             return [error] * count
 
     async def _call(self, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
         try:
-            async with self._place():
+            if self.max_concurrent is None:
+                return await self._run(arguments, data)
+            async with self._of_loop().semaphore:
                 return await self._run(arguments, data)
         except (ConfigError, RewardError):
             raise
@@ -163,22 +177,39 @@ class Reward:
     async def _run(self, arguments: Sequence[Any], data: Mapping[str, Any]) -> Any:
         if self.pool is not None:
             return await asyncio.wrap_future(self.pool.submit(arguments, dict(data)))
-        function = self.function
-        assert function is not None
-        if getattr(function, "func", function) in INSTANT:
-            return call(function, arguments, data)
+        prepared = self._prepared
+        assert prepared is not None
+        if prepared.is_instant:
+            return prepared(arguments, data)
         return await call_user(
-            lambda: call(function, arguments, data),
-            is_async=inspect.iscoroutinefunction(getattr(function, "func", function)),
+            lambda: prepared(arguments, data),
+            is_async=prepared.is_async,
             timeout_s=self.timeout_s,
         )
 
-    # asyncio's locks belong to one event loop; a reward may be used from several.
+    def _checked(self, value: Any) -> float | None:
+        """``checked_score`` of a number, or of every part of a mapping; without one of them None.
 
-    def _place(self) -> AbstractAsyncContextManager[Any]:
-        if self.max_concurrent is None:
-            return nullcontext()
-        return self._of_loop().semaphore
+        Raises:
+            ConfigError: the labels are not those of ``weights``.
+        """
+        is_mapping = isinstance(value, Mapping)
+        if value is None or (not is_mapping and not self.weights):
+            return checked_score(value)
+        labels = sorted(map(str, value)) if is_mapping else []
+        if labels != sorted(self.weights):
+            received = ", ".join(labels) or "one number"
+            raise ConfigError(
+                f"reward.weights: got {', '.join(self.weights) or 'none'}, but the reward returned "
+                f"{received}; name all of its parts with their weights, and no others"
+            )
+        scores = [checked_score(value[label]) for label in self.weights]
+        known = [score for score in scores if score is not None]
+        if len(known) < len(scores):
+            return None
+        return Score.of(known, list(self.weights.values()))
+
+    # asyncio's locks belong to one event loop; a reward may be used from several.
 
     def _batcher(self) -> _Batcher:
         return self._of_loop().batcher
@@ -271,7 +302,9 @@ def checked_score(value: Any) -> float | None:
     return float(value)
 
 
-def checked_scores(value: Any, count: int) -> list[float | RewardError | None]:
+def checked_scores(
+    value: Any, count: int, check: Callable[[Any], float | None] = checked_score
+) -> list[float | RewardError | None]:
     """``value`` as ``count`` scores; one that is no score is that sample's failure alone.
 
     Raises:
@@ -286,7 +319,7 @@ def checked_scores(value: Any, count: int) -> list[float | RewardError | None]:
     scores: list[float | RewardError | None] = []
     for item in value:
         try:
-            scores.append(checked_score(item))
+            scores.append(check(item))
         except RewardError as error:
             scores.append(error)
     return scores
@@ -299,14 +332,19 @@ def load_reward(config: RewardConfig) -> Reward:
         "batch_size": config.batch_size,
         "batch_wait_s": config.batch_wait_s,
         "max_concurrent": config.max_concurrent,
+        "weights": config.part_weights,
     }
+    name, kwargs = config.name, config.kwargs
+    if config.parts:
+        name = PARTS
+        kwargs = {PARTS: {label: part.model_dump() for label, part in config.parts.items()}}
     if config.process:
         pool = RewardPool(
-            config.name,
-            config.kwargs,
+            name,
+            kwargs,
             workers=config.workers,
             timeout_s=config.timeout_s,
             limits=Limits(config.memory_mb, config.cpu_s, config.network),
         )
         return Reward(None, config.timeout_s, pool, **how)
-    return Reward(load_function(config.name, config.kwargs), config.timeout_s, **how)
+    return Reward(load_function(name, kwargs), config.timeout_s, **how)

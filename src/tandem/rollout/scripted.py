@@ -5,6 +5,7 @@ from __future__ import annotations
 from tandem.config.schema import RolloutConfig
 from tandem.inference.scripted import Script, ScriptedBackend, ScriptedOptions
 from tandem.rollout.composed import ComposedInferenceEngine
+from tandem.rollout.runtime import Runtime
 from tandem.rollout.workflow import EpisodeListener
 from tandem.store import StoreWriter
 
@@ -22,6 +23,9 @@ class ScriptedInferenceEngine(ComposedInferenceEngine):
         seed: int = 0,
         on_episode: EpisodeListener | None = None,
         writer: StoreWriter | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         backend = ScriptedBackend(script, incarnation=incarnation, options=options)
-        super().__init__(backend, rollout, seed=seed, on_episode=on_episode, writer=writer)
+        super().__init__(
+            backend, rollout, seed=seed, on_episode=on_episode, writer=writer, runtime=runtime
+        )

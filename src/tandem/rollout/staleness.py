@@ -12,14 +12,16 @@ outlive its place in the queue.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.errors import ConfigError, RolloutError
+from tandem.rollout.pacing import Pacer
 from tandem.types import EpisodeState
 
-StalePolicy = Literal["drop", "mask", "wait"]
+StalePolicy = Literal["drop", "mask", "wait", "pace"]
+_MASKING = frozenset({"mask", "pace"})
 
 _S = EpisodeState
 _ALLOWED: dict[EpisodeState, frozenset[EpisodeState]] = {
@@ -107,9 +109,12 @@ class StalenessLedger:
         self.batch_size = batch_size
         self.stale_policy = stale_policy
         self.submitted = 0
+        self.on_move: Callable[[int, EpisodeState | None, EpisodeState], None] | None = None
+        """Told of every transition when it is done: id, the state before (None: new), the state."""
         self._counts: Counter[EpisodeState] = Counter()
         self._open: dict[int, _Open] = {}
         self._finished = 0
+        self._pacer = Pacer(max_concurrent, batch_size) if stale_policy == "pace" else None
 
     # questions
 
@@ -133,10 +138,15 @@ class StalenessLedger:
         """Episodes that were or will be trained on: ready, in training or consumed."""
         return self._counts[_S.READY] + self._counts[_S.IN_TRAINING] + self._counts[_S.CONSUMED]
 
+    @property
+    def max_running(self) -> int:
+        """``max_concurrent``, or with the ``pace`` policy what is needed of it."""
+        return self.max_concurrent if self._pacer is None else self._pacer.limit
+
     def capacity(self) -> int:
         """How many queued episodes may start now."""
         return capacity(
-            self.max_concurrent,
+            self.max_running,
             self.max_staleness,
             self.batch_size,
             self._counts[_S.RUNNING],
@@ -161,12 +171,13 @@ class StalenessLedger:
     def expired(self, version: int) -> list[int]:
         """Ready episodes that may not be trained on by ``version`` any more.
 
-        One token too old is enough, except with the ``mask`` policy, where all must be.
+        One token too old is enough, except where old tokens are masked (``mask``, ``pace``):
+        there all must be.
         """
         limit = version - self.max_staleness
         result = []
         for key, entry in self._open.items():
-            age = entry.newest if self.stale_policy == "mask" else entry.oldest
+            age = entry.newest if self.stale_policy in _MASKING else entry.oldest
             if entry.state is _S.READY and age is not None and age < limit:
                 result.append(key)
         return result
@@ -181,10 +192,14 @@ class StalenessLedger:
         """
         ready = [(k, e) for k, e in self._open.items() if e.state is _S.READY]
         if len(ready) < count:
+            if self._pacer is not None:
+                self._pacer.starved()
             return None
         ready.sort(key=lambda item: (item[1].birth, item[1].finished))
         if hold and self._must_hold([e for _, e in ready[count:]], version):
             return None
+        if self._pacer is not None:
+            self._pacer.served(len(ready) - count)
         return [key for key, _ in ready[:count]]
 
     def _must_hold(self, left_ready: list[_Open], version: int) -> bool:
@@ -209,6 +224,8 @@ class StalenessLedger:
         self._open[episode_id] = _Open(_S.QUEUED)
         self._counts[_S.QUEUED] += 1
         self._check()
+        if self.on_move is not None:
+            self.on_move(episode_id, None, _S.QUEUED)
 
     def start(self, episode_id: int, version: int) -> None:
         """Take a place; ``version`` is the one that serves now."""
@@ -240,12 +257,14 @@ class StalenessLedger:
         if entry is None or to not in _ALLOWED[entry.state]:
             state = "not open" if entry is None else entry.state
             raise RolloutError(f"episode {episode_id} is {state}; it cannot become {to}")
-        self._counts[entry.state] -= 1
+        before, entry.state = entry.state, to
+        self._counts[before] -= 1
         self._counts[to] += 1
-        entry.state = to
         if to not in _ALLOWED:
             del self._open[episode_id]
         self._check()
+        if self.on_move is not None:
+            self.on_move(episode_id, before, to)
         return entry
 
     def _check(self) -> None:

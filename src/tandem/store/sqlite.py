@@ -12,6 +12,8 @@ import sqlite3
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +100,14 @@ _COLUMNS = (
     "newest_version, closed_version, step, reward, num_rows, num_tokens, ended_at, queued_s, "
     "running_s"
 )
-_INSERT = f"INSERT INTO episodes ({_COLUMNS}, size_bytes) VALUES ({', '.join('?' * 18)})"
-_INSERT_CONTENT = "INSERT INTO contents VALUES (?, ?, ?, ?, ?, ?)"
+_INSERT = f"INSERT INTO episodes ({_COLUMNS}, size_bytes) VALUES "
+_INSERT_CONTENT = "INSERT INTO contents VALUES "
+_MAX_ROWS = 128
+"""Of one statement: every statement lets another thread in, which costs more than a row."""
 _INSERT_EVENT = "INSERT INTO events (at, incarnation, version, kind, detail) VALUES (?, ?, ?, ?, ?)"
 _MOVES = {
-    state: "UPDATE episodes SET state = ?, reason = ?, step = ?, closed_version = ? WHERE key = ? "
+    state: "UPDATE episodes SET state = ?, reason = ?, step = ?, closed_version = ? "
+    "WHERE key IN (SELECT value FROM json_each(?)) "
     f"AND state IN ({', '.join(repr(source.value) for source in sorted(sources))})"
     for state, sources in SOURCES.items()
 }
@@ -183,22 +188,27 @@ class SqliteStore(TrajectoryStore):
 
     def write(self, changes: Sequence[Change]) -> None:
         with self._transaction() as db:
-            for change in changes:
-                if isinstance(change, Moved):
-                    self._move(db, change)
-                elif isinstance(change, Event):
-                    detail = json.dumps(change.detail)
-                    values = (change.at, change.incarnation, change.version, change.kind, detail)
-                    db.execute(_INSERT_EVENT, values)
-                else:
-                    _add(db, change)
+            for is_episode, group in groupby(changes, lambda c: isinstance(c, StoredEpisode)):
+                if is_episode:
+                    _add(db, [episode for episode in group if isinstance(episode, StoredEpisode)])
+                    continue
+                for change in group:
+                    self._apply(db, change)
             reach("store.commit")
+
+    def _apply(self, db: sqlite3.Connection, change: Change) -> None:
+        if isinstance(change, Moved):
+            self._move(db, change)
+        elif isinstance(change, Event):
+            detail = json.dumps(change.detail)
+            values = (change.at, change.incarnation, change.version, change.kind, detail)
+            db.execute(_INSERT_EVENT, values)
 
     def _move(self, db: sqlite3.Connection, change: Moved) -> None:
         closed = change.version if change.state in FINAL_STATES else None
-        head = (change.state.value, change.reason, change.step, closed)
-        rows = [(*head, key) for key in change.keys]
-        if db.executemany(_MOVES[change.state], rows).rowcount == len(rows):
+        keys = json.dumps(change.keys)
+        values = (change.state.value, change.reason, change.step, closed, keys)
+        if db.execute(_MOVES[change.state], values).rowcount == len(change.keys):
             return
         for key in change.keys:
             found = db.execute("SELECT state FROM episodes WHERE key = ?", (key,)).fetchone()
@@ -331,34 +341,46 @@ class SqliteStore(TrajectoryStore):
                 self._db = None
 
 
-def _add(db: sqlite3.Connection, episode: StoredEpisode) -> None:
-    content = episode.content or Content()
-    db.execute(
-        _INSERT,
-        (
-            episode.key,
-            episode.episode_id,
-            episode.attempt,
-            episode.state.value,
-            episode.incarnation,
-            episode.started_version,
-            episode.reason,
-            episode.oldest_version,
-            episode.newest_version,
-            episode.closed_version,
-            episode.step,
-            episode.reward,
-            episode.num_rows,
-            episode.num_tokens,
-            episode.ended_at,
-            episode.queued_s,
-            episode.running_s,
-            content.size_bytes,
-        ),
+def _add(db: sqlite3.Connection, episodes: Sequence[StoredEpisode]) -> None:
+    for start in range(0, len(episodes), _MAX_ROWS):
+        heads: list[Any] = []
+        contents: list[Any] = []
+        chunk = episodes[start : start + _MAX_ROWS]
+        for episode in chunk:
+            content = episode.content or Content()
+            heads += (*_head(episode), content.size_bytes)
+            lists = (content.completions, content.rewards, content.spans)
+            texts = [_TEXT.encode(items) if items else "[]" for items in lists]
+            contents += (episode.key, content.prompt, *texts, content.rows)
+        db.execute(_INSERT + _places(len(chunk), 18), heads)
+        db.execute(_INSERT_CONTENT + _places(len(chunk), 6), contents)
+
+
+@lru_cache(maxsize=2 * _MAX_ROWS)
+def _places(rows: int, columns: int) -> str:
+    return ", ".join([f"({', '.join('?' * columns)})"] * rows)
+
+
+def _head(episode: StoredEpisode) -> tuple[Any, ...]:
+    return (
+        episode.key,
+        episode.episode_id,
+        episode.attempt,
+        episode.state.value,
+        episode.incarnation,
+        episode.started_version,
+        episode.reason,
+        episode.oldest_version,
+        episode.newest_version,
+        episode.closed_version,
+        episode.step,
+        episode.reward,
+        episode.num_rows,
+        episode.num_tokens,
+        episode.ended_at,
+        episode.queued_s,
+        episode.running_s,
     )
-    texts = map(_TEXT.encode, (content.completions, content.rewards, content.spans))
-    values = (episode.key, content.prompt, *texts, content.rows)
-    db.execute(_INSERT_CONTENT, values)
 
 
 def _episode(row: Iterable[Any]) -> StoredEpisode:

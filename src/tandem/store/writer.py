@@ -15,16 +15,27 @@ from tandem.store.contract import TrajectoryStore
 from tandem.store.records import Change, Event
 
 FLUSH_TIMEOUT_S = 120.0
+GATHER_S = 0.002
+ENOUGH = 64
+"""A group is written when it has that many changes, or after that time: a commit costs more than an
+episode, and every one lets other threads in."""
 
 
 class StoreWriter:
     """Owned by the run's main process. ``put`` never blocks; order is kept.
 
     ``on_written`` is called from the writing thread with every group that is now kept, ``on_error``
-    once when writing failed; from then on every call raises that error.
+    once when writing failed; from then on every call raises that error. With ``later`` there is no
+    thread: a group is written when that calls what it is given, as a simulation wants it.
     """
 
-    def __init__(self, store: TrajectoryStore, incarnation: str) -> None:
+    def __init__(
+        self,
+        store: TrajectoryStore,
+        incarnation: str,
+        *,
+        later: Callable[[Callable[[], None]], object] | None = None,
+    ) -> None:
         self.store = store
         self.incarnation = incarnation
         self.on_written: Callable[[Sequence[Change]], None] | None = None
@@ -33,10 +44,14 @@ class StoreWriter:
         self._pending: list[Change] = []
         self._is_writing = False
         self._is_closing = False
+        self._is_flushing = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="tandem-store", daemon=True)
-        self._thread.start()
+        self._later = later
+        self._thread: threading.Thread | None = None
+        if later is None:
+            self._thread = threading.Thread(target=self._run, name="tandem-store", daemon=True)
+            self._thread.start()
 
     def next_key(self) -> int:
         """A key for the next attempt; to be put in this order."""
@@ -47,9 +62,13 @@ class StoreWriter:
         """Queue changes for the next group."""
         with self._changed:
             self._raise_if_broken()
-            if not self._pending:
-                self._changed.notify_all()
+            is_first = not self._pending
             self._pending.extend(changes)
+            if self._later is not None:
+                if is_first:
+                    self._later(self._write_group)
+            elif is_first or len(self._pending) >= ENOUGH > len(self._pending) - len(changes):
+                self._changed.notify_all()
 
     def log(self, kind: str, version: int, detail: Mapping[str, Any]) -> None:
         """Queue an entry of the schedule."""
@@ -61,8 +80,13 @@ class StoreWriter:
         Raises:
             StoreError: writing failed, or took longer than ``FLUSH_TIMEOUT_S``.
         """
+        if self._later is not None:
+            self._write_group()
         with self._changed:
+            self._is_flushing = True
+            self._changed.notify_all()
             is_done = self._changed.wait_for(self._is_idle, FLUSH_TIMEOUT_S)
+            self._is_flushing = False
             self._raise_if_broken()
             if not is_done:
                 raise StoreError(
@@ -80,7 +104,13 @@ class StoreWriter:
         with self._changed:
             self._is_closing = True
             self._changed.notify_all()
-        self._thread.join(FLUSH_TIMEOUT_S)
+        if self._thread is None:
+            self._write_group()
+        else:
+            self._thread.join(FLUSH_TIMEOUT_S)
+
+    def _is_due(self) -> bool:
+        return self._is_closing or self._is_flushing or len(self._pending) >= ENOUGH
 
     def _is_idle(self) -> bool:
         return self._error is not None or not (self._pending or self._is_writing)
@@ -92,23 +122,31 @@ class StoreWriter:
             raise StoreError("the store's writer was closed")
 
     def _run(self) -> None:
-        while True:
+        while self._error is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._is_closing)
-                group, self._pending = self._pending, []
-                self._is_writing = bool(group)
-            if not group:
-                return
-            try:
-                self.store.write(group)
-                if self.on_written is not None:
-                    self.on_written(group)
-            except Exception as error:
-                self._fail(error)
-                return
-            with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
+                if not self._pending:
+                    return
+                self._changed.wait_for(self._is_due, GATHER_S)
+            self._write_group()
+
+    def _write_group(self) -> None:
+        """Write what is pending, as one group."""
+        with self._changed:
+            group, self._pending = self._pending, []
+            self._is_writing = bool(group)
+        if not group or self._error is not None:
+            return
+        try:
+            self.store.write(group)
+            if self.on_written is not None:
+                self.on_written(group)
+        except Exception as error:
+            self._fail(error)
+            return
+        with self._changed:
+            self._is_writing = False
+            self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:

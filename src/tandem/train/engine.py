@@ -71,6 +71,8 @@ class TrainEngine(ABC):
     capabilities: ClassVar[frozenset[str]] = frozenset()
     model_type: ClassVar[str] = "language_model"
     """What the model predicts: tokens, values of states, or scores of whole rows."""
+    spans_ranks: ClassVar[bool] = False
+    """Whether the ranks that a launcher started share one model."""
 
     def __init__(
         self,

@@ -6,7 +6,7 @@ this is in ``step``; attention and the chunked head themselves are in ``models``
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from tandem.data.packing import PackedRows, pack
 from tandem.errors import CapabilityError, DataError
+from tandem.models.attention import AttentionContext
 from tandem.models.head import candidate_logprobs, token_logprobs
 from tandem.models.heads import head_name, scalar_head
 from tandem.models.invariant import ROWS
@@ -42,6 +43,10 @@ ROW_OUTPUTS = frozenset({"bootstrap_values", "scores"})
 
 LOGIT_BUFFER = 1 << 23
 """Logits that exist at a time, in elements: 32 MiB in fp32."""
+
+Attention = Callable[[Sequence[int], int], AttentionContext]
+"""Makes the attention of one pass over the segments ``lengths``; after its tokens come as many of
+filler as the second argument says."""
 
 LOGIT_CAPS = ("final_logit_softcapping", "logits_soft_cap")
 ATTENTION_CAPS = ("attn_logit_softcapping",)
@@ -89,21 +94,27 @@ def find_head(model: Any) -> Head:
     return Head(layer.weight, layer.bias, float(multiplier) / float(divisor))
 
 
-def hidden_states(model: Any, packed: PackedRows, compute_dtype: torch.dtype) -> Tensor:
+def packed_attention(lengths: Sequence[int], padding: int) -> AttentionContext:
+    """Every segment sees itself; so does the filler."""
+    return PackedContext((*lengths, padding) if padding else lengths)
+
+
+def hidden_states(
+    model: Any, packed: PackedRows, compute_dtype: torch.dtype, attention: Attention
+) -> Tensor:
     """Last hidden states ``[N, H]`` of the packed rows."""
-    input_ids, position_ids, lengths = packed.input_ids, packed.position_ids, packed.lengths
+    input_ids, position_ids = packed.input_ids, packed.position_ids
     num_tokens = input_ids.shape[1]
+    # Matrix products of fewer rows give a token other bits.
     if padding := max(0, ROWS - num_tokens):
-        # A segment of filler: matrix products of fewer rows give a token other bits.
         input_ids, position_ids = F.pad(input_ids, (0, padding)), F.pad(position_ids, (0, padding))
-        lengths = (*lengths, padding)
     device_type = input_ids.device.type
     is_half = compute_dtype.itemsize < 4
     with torch.autocast(device_type, compute_dtype if is_half else None, enabled=is_half):
         output = model.base_model(
             input_ids=input_ids,
             position_ids=position_ids,
-            ctx=PackedContext(lengths),
+            ctx=attention(packed.lengths, padding),
             use_cache=False,
         )
     return output.last_hidden_state[0, :num_tokens]
@@ -116,13 +127,14 @@ def score(
     names: Collection[str],
     *,
     compute_dtype: torch.dtype,
+    attention: Attention = packed_attention,
 ) -> dict[str, Tensor]:
     """The outputs ``names`` (see ``OUTPUTS`` and ``CANDIDATES``), zero where there is none.
 
     ``logits`` (``[B, T, V]``, full) is a further name of language models; like every per-token
     tensor its index t speaks about token t, and it is divided by the temperature.
     """
-    hidden = hidden_states(model, packed, compute_dtype)
+    hidden = hidden_states(model, packed, compute_dtype, attention)
     if head_name(model) is not None:
         return _scalars(model, packed, hidden, names)
     hidden_MH = hidden[packed.sources].to(compute_dtype)

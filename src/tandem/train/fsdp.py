@@ -1,7 +1,8 @@
 """The train engine for many ranks: parameters, gradients and optimizer state are sharded.
 
 Only the primitives: sharding with FSDP2, over whole copies (HSDP) if asked for, of layers that
-``tensor_parallel`` may have divided before. The layout of ranks is ``mesh``.
+``tensor_parallel`` may have divided before, on tokens that ``sequence_parallel`` may have divided.
+The layout of ranks is ``mesh``.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from tandem.train.forward import score
 from tandem.train.mesh import Mesh, build_mesh
 from tandem.train.optim import build_optimizer, gradients, scale_gradients, squared_norm
 from tandem.train.ranks import from_first_rank, on_first_rank
+from tandem.train.sequence_parallel import SequenceGroup, check_positions
 from tandem.train.shards import class_name, local_part, num_copies, own_slice, whole_tensor
 from tandem.train.step import StepResult
 from tandem.train.tensor_parallel import divide_layers
@@ -58,11 +60,14 @@ class FSDPTrainEngine(TrainEngine):
             "lora",
             "offload",
             "reward_model",
+            "sequence_parallel",
             "tensor_parallel",
             "value_model",
         }
     )
+    spans_ranks = True
     _layout: Mesh | None = None
+    _sequence: SequenceGroup | None = None
     _is_member = False
 
     @property
@@ -117,6 +122,8 @@ class FSDPTrainEngine(TrainEngine):
 
     def _build_sharded(self) -> Any:
         self._layout = build_mesh(self.config.parallel, self.device.type)
+        if self._layout.sequence is not None:
+            self._sequence = SequenceGroup(self._layout.sequence)
         built = on_first_rank(
             self,
             lambda: build_model(
@@ -142,6 +149,8 @@ class FSDPTrainEngine(TrainEngine):
         return model
 
     def _shard(self, model: Any) -> None:
+        if self._sequence is not None:
+            check_positions(model)
         if self.layout.tensor is not None:
             divide_layers(model, self.layout.tensor)
         blocks = set(model._no_split_modules or ())
@@ -173,9 +182,7 @@ class FSDPTrainEngine(TrainEngine):
             return score(whole, rows, None, self.output_names, compute_dtype=whole.dtype)
 
         with torch.no_grad():
-            found = model.score_rows(
-                rows.to(self.device), None, self.output_names, compute_dtype=self.compute_dtype
-            )
+            found = self._score_with(model, rows.to(self.device), None, self.output_names)
             theirs = from_first_rank(self, on_first_rank(self, expected))
         for name, value in theirs.items():
             error = float((found[name].cpu() - value).abs().max())
@@ -184,14 +191,15 @@ class FSDPTrainEngine(TrainEngine):
                 raise CapabilityError(
                     f"{class_name(model)}: {name} of the sharded model differ from the whole "
                     f"model's by {error:.2g}; this architecture cannot be trained with "
-                    f"train.parallel.tensor={self.config.parallel.tensor}"
+                    f"train.parallel.tensor={self.config.parallel.tensor} and "
+                    f"train.parallel.sequence={self.config.parallel.sequence}"
                 )
 
     def _build_optimizer(self) -> torch.optim.Optimizer:
         return build_optimizer(self.parameters(), self.config)
 
     def _release(self) -> None:
-        self._model = self._optimizer = self._layout = None
+        self._model = self._optimizer = self._layout = self._sequence = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -213,14 +221,37 @@ class FSDPTrainEngine(TrainEngine):
     def _score(
         self, packed: PackedRows, temperature_B: Tensor | None, names: Collection[str]
     ) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self.model.score_rows(
-            packed, temperature_B, names, compute_dtype=self.compute_dtype
+        # Without a backward pass nothing would end the time of gathered weights.
+        keeps = torch.is_grad_enabled() and not self.config.parallel.gather_per_microbatch
+        self.model.set_reshard_after_forward(not keeps)
+        return self._score_with(self.model, packed, temperature_B, names)
+
+    def _score_with(
+        self,
+        model: Any,
+        packed: PackedRows,
+        temperature_B: Tensor | None,
+        names: Collection[str],
+    ) -> dict[str, Tensor]:
+        ranks, dtype = self._sequence, self.compute_dtype
+        found: dict[str, Tensor]
+        if ranks is None:
+            found = model.score_rows(packed, temperature_B, names, compute_dtype=dtype)
+            return found
+        found = model.score_rows(
+            ranks.part(packed),
+            temperature_B,
+            names,
+            compute_dtype=dtype,
+            attention=ranks.attention,
         )
-        return found
+        return ranks.join(found)
 
     def _backward(self, loss: Tensor, *, is_last: bool) -> None:
         if not self.config.parallel.reduce_per_microbatch:
             self.model.set_requires_gradient_sync(is_last)
+        if not self.config.parallel.gather_per_microbatch:
+            self.model.set_reshard_after_backward(is_last)
         loss.backward()
 
     def _grad_norm(self) -> float:

@@ -1,6 +1,7 @@
 """How ranks are laid out: the axes of a run, and which ranks share data, parameters or layers.
 
-What is done along an axis is in the backend (sharding) and ``tensor_parallel``.
+What is done along an axis is in the backend (sharding), ``sequence_parallel`` and
+``tensor_parallel``.
 """
 
 from __future__ import annotations
@@ -13,21 +14,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tandem.config.schema import ParallelConfig
 from tandem.errors import ConfigError
 
-AXES = ("replicate", "shard", "sequence", "tensor")
-"""Outermost first, so that the ranks that talk most (``tensor``) are neighbours."""
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """The groups of this rank.
 
     ``sharding`` is what parameters are sharded over, with the axis of whole copies in front when
-    there is one; ``tensor`` is None with one tensor-parallel rank. ``data`` holds the ranks that
-    see other rows and have the same part of each layer.
+    there is one. ``data`` holds the ranks that see other rows and have the same part of each layer
+    and of each sequence; ``sequence`` those that differ in the part of the sequence only, in its
+    order. ``tensor`` and ``sequence`` are None with one such rank.
     """
 
     sharding: DeviceMesh
     tensor: DeviceMesh | None
+    sequence: dist.ProcessGroup | None
     data: dist.ProcessGroup
     data_rank: int
     data_size: int
@@ -37,6 +37,9 @@ class Mesh:
 
 def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
     """Lay out all ranks of the default group; every rank must call.
+
+    From the outermost axis: replicate, shard, sequence, tensor; the ranks that talk most are
+    neighbours. Ranks of one sequence have other tokens, so parameters are sharded over them too.
 
     Raises:
         ConfigError: the axes do not divide the number of ranks.
@@ -49,20 +52,23 @@ def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
             f"train.parallel: tensor={config.tensor} x sequence={config.sequence} x "
             f"replicate={config.replicate} does not divide the {world} ranks that were started"
         )
-    axes = init_device_mesh(
+    weights = init_device_mesh(
         device_type,
-        (config.replicate, shards, config.sequence, config.tensor),
-        mesh_dim_names=AXES,
+        (config.replicate, shards * config.sequence, config.tensor),
+        mesh_dim_names=("replicate", "shard", "tensor"),
     )
-    rows = init_device_mesh(
-        device_type, (world // model_size, model_size), mesh_dim_names=("data", "model")
+    tokens = init_device_mesh(
+        device_type,
+        (world // model_size, config.sequence, config.tensor),
+        mesh_dim_names=("data", "sequence", "tensor"),
     )
-    data_rank, model_rank = rows.get_local_rank("data"), rows.get_local_rank("model")
+    model_rank = dist.get_rank() % model_size
     return Mesh(
-        sharding=axes["replicate", "shard"] if config.replicate > 1 else axes["shard"],
-        tensor=axes["tensor"] if config.tensor > 1 else None,
-        data=rows.get_group("data"),
-        data_rank=data_rank,
+        sharding=weights["replicate", "shard"] if config.replicate > 1 else weights["shard"],
+        tensor=weights["tensor"] if config.tensor > 1 else None,
+        sequence=tokens.get_group("sequence") if config.sequence > 1 else None,
+        data=tokens.get_group("data"),
+        data_rank=tokens.get_local_rank("data"),
         data_size=world // model_size,
         model_rank=model_rank,
         model_size=model_size,

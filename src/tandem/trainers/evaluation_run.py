@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from tandem.config import RLConfig, RolloutConfig, Root, SFTConfig
+from tandem.config import EvalRunConfig, RLConfig, RolloutConfig, Root, SFTConfig
 from tandem.errors import ConfigError
 from tandem.models.loading import context_length, load_tokenizer, resolve_model
 from tandem.rollout import open_inference_engine
@@ -18,16 +18,18 @@ from tandem.trainers.run import set_threads
 def run_eval(config: Root) -> dict[str, Any]:
     """Complete and score the held-out prompts of ``config`` with its model.
 
-    Returns ``avg@k`` and ``pass@k`` with ``k = eval.samples``, and what else was counted.
+    Returns ``avg@k``, ``pass@j`` and ``maj@k`` with ``k = eval.samples``, their 95 % intervals
+    under the same names with ``_low`` and ``_high``, and what else was counted.
 
     Raises:
         ConfigError: the configuration has no ``eval.data``, or its model has yet to be made.
         DataError: the data cannot be used.
     """
-    if not isinstance(config, RLConfig | SFTConfig):
+    if not isinstance(config, RLConfig | SFTConfig | EvalRunConfig):
         raise ConfigError(
-            "kind: got a run on pairs, allowed: sft, rl; 'tandem eval' generates, while a run on "
-            "pairs measures its held-out pairs itself (eval.data; see summary.json)"
+            "kind: got a run on pairs, allowed: sft, rl, eval; 'tandem eval' generates, while a "
+            "run on pairs measures its held-out pairs itself (eval.data; see summary.json). Its "
+            "model: tandem eval MODEL_DIR --data DATA --reward NAME"
         )
     if config.eval.data is None:
         raise ConfigError("eval.data: got null; say what to evaluate on, e.g. eval.data.source")
@@ -36,14 +38,20 @@ def run_eval(config: Root) -> dict[str, Any]:
     set_threads(config)
     seed = config.run.seed
     path = resolve_model(config.model, seed=seed, workdir=Path(config.run.output_dir))
-    reward = config.rollout.reward if isinstance(config, RLConfig) else config.reward
     tokenizer = load_tokenizer(config.model.tokenizer_path or path)
+    rollout = _rollout(config)
+    context = min(context_length(path), config.inference.max_context or context_length(path))
     held_out = HeldOut(
-        config.eval, reward, tokenizer, max_prompt_tokens=context_length(path) - 1, seed=seed
+        config.eval,
+        rollout,
+        tokenizer,
+        max_prompt_tokens=_prompt_limit(rollout, context),
+        max_tokens=context,
+        seed=seed,
     )
     engine = open_inference_engine(
         config.inference,
-        RolloutConfig(generation=config.eval.generation),
+        rollout,
         model_path=path,
         tokenizer=tokenizer,
         incarnation=uuid.uuid4().hex[:12],
@@ -56,14 +64,20 @@ def run_eval(config: Root) -> dict[str, Any]:
         wall_s = time.monotonic() - started
     finally:
         engine.destroy()
-    k = config.eval.samples
-    return {
-        f"avg@{k}": result.accuracy,
-        f"pass@{k}": result.pass_at_k,
-        "reward_mean": result.reward_mean,
-        "response_length": result.response_length,
-        "num_prompts": result.num_prompts,
-        "num_failed": result.num_failed,
-        "wall_s": wall_s,
-        "model": path,
-    }
+    return {**result.values(), "wall_s": wall_s, "model": path}
+
+
+def _rollout(config: RLConfig | SFTConfig | EvalRunConfig) -> RolloutConfig:
+    """What rollouts of this evaluation are: those of the run, drawn as ``eval`` says."""
+    base = RolloutConfig(reward=config.reward) if isinstance(config, SFTConfig) else config.rollout
+    return base.model_copy(update={"generation": config.eval.decoding})
+
+
+def _prompt_limit(rollout: RolloutConfig, context: int) -> int:
+    limit = rollout.max_prompt_tokens or context - 1
+    if limit >= context:
+        raise ConfigError(
+            f"rollout.max_prompt_tokens: got {limit}, allowed: 1 to {context - 1}; the context has "
+            f"{context}"
+        )
+    return limit

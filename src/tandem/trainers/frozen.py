@@ -11,8 +11,9 @@ from typing import Any
 
 from tandem.config import FrozenModelConfig, TrainConfig
 from tandem.errors import ConfigError
+from tandem.launch import open_engine
 from tandem.models.loading import load_tokenizer
-from tandem.train import EngineRegistry, TrainEngine
+from tandem.train import TrainEngine
 
 
 def open_frozen(config: FrozenModelConfig, model_type: str, *, seed: int) -> TrainEngine:
@@ -25,11 +26,7 @@ def open_frozen(config: FrozenModelConfig, model_type: str, *, seed: int) -> Tra
         max_tokens_per_microbatch=config.max_tokens_per_microbatch,
         offload_params=config.offload_params,
     )
-    engine: TrainEngine = EngineRegistry.new(
-        model_type, config.backend, config=train, model_path=config.path, seed=seed
-    )
-    engine.initialize()
-    return engine
+    return open_engine(model_type, train, model_path=config.path, seed=seed)
 
 
 def check_vocabulary(path: str, tokenizer: Any, field: str) -> None:

@@ -20,11 +20,13 @@ from tandem.data.examples import ExampleSource
 from tandem.data.preferences import Judged, Pair, open_judged, open_pairs
 from tandem.errors import ConfigError
 from tandem.trainers.pairs import PairEvaluator, pairs_to_batch, row_fields, starting_model
+from tandem.trainers.ranks import on_all_ranks
 from tandem.trainers.reference import Reference, logprob_sums
 from tandem.trainers.run import open_run
 from tandem.trainers.supervised import SupervisedStage, begin, finish, run_steps
 
 
+@on_all_ranks
 def run_dpo(config: DPOConfig, *, resume: bool = False) -> dict[str, Any]:
     """Train on preferences as ``config`` says and return the content of ``summary.json``.
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from tandem.algorithms.preference_objective import response_sums
 from tandem.config import TrainConfig
-from tandem.train import EngineRegistry, TrainEngine
+from tandem.launch import open_engine
+from tandem.train import TrainEngine
 
 
 class Reference:
@@ -22,14 +23,8 @@ class Reference:
         self._policy = policy
         self._frozen: TrainEngine | None = None
         if policy.lora is None:
-            self._frozen = EngineRegistry.new(
-                "language_model",
-                config.backend,
-                config=config.model_copy(update={"schedule": "constant"}),
-                model_path=model_path,
-                seed=seed,
-            )
-            self._frozen.initialize()
+            frozen = config.model_copy(update={"schedule": "constant"})
+            self._frozen = open_engine("language_model", frozen, model_path=model_path, seed=seed)
 
     def logprob_sums(self, batch: TensorDict) -> Tensor:
         """Log-probability of each row's response, ``[B]``."""

@@ -18,10 +18,12 @@ from tandem.config import (
 from tandem.data.examples import ExampleSource
 from tandem.data.preferences import Pair, open_pairs
 from tandem.trainers.pairs import PairEvaluator, pairs_to_batch, starting_model
+from tandem.trainers.ranks import on_all_ranks
 from tandem.trainers.run import open_run
 from tandem.trainers.supervised import SupervisedStage, begin, finish, run_steps
 
 
+@on_all_ranks
 def run_reward(config: RewardModelConfig, *, resume: bool = False) -> dict[str, Any]:
     """Train a reward model as ``config`` says and return the content of ``summary.json``.
 

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,13 @@ from tandem.rollout import (
     load_workflow,
     open_inference_engine,
 )
+from tandem.rollout.group import GroupWorkflow
 from tandem.store import STORE_FILE, SqliteStore, StoreWriter
 from tandem.train import EngineRegistry
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.frozen import check_scores, check_vocabulary
 from tandem.trainers.publish import publish_weights, release_weights
+from tandem.trainers.ranks import on_all_ranks
 from tandem.trainers.rl_batch import build_objective
 from tandem.trainers.rl_learner import Learner, open_learner
 from tandem.trainers.run import Run, open_run, seed_generators
@@ -61,13 +64,8 @@ from tandem.weights import Manifest
 
 log = logging.getLogger(__name__)
 
-NEEDS_MORE = {
-    "remax": "the reward of a greedy completion",
-    "gdpo": "rewards in parts",
-}
-"""Estimators of ``algorithms`` that need what no rollout here brings."""
 
-
+@on_all_ranks
 def run_rl(config: RLConfig, *, resume: bool = False) -> dict[str, Any]:
     """Train a policy as ``config`` says and return the content of ``summary.json``.
 
@@ -121,11 +119,6 @@ def open_task(config: RLConfig, model_path: str) -> RLTask:
     EngineRegistry.get_engine_cls("language_model", config.train.backend, config.train.device)
     name = config.algorithm.advantage
     check_estimator(name, config.algorithm.advantage_kwargs)
-    if name in NEEDS_MORE:
-        raise ConfigError(
-            f"algorithm.advantage: got {name!r}, which needs {NEEDS_MORE[name]}; rollouts of this "
-            "trainer have none, choose another estimator"
-        )
     build_objective(config.algorithm, config.teacher)
     for correction in config.algorithm.corrections:
         check_correction(correction.method, correction.kwargs)
@@ -146,9 +139,10 @@ def open_task(config: RLConfig, model_path: str) -> RLTask:
     if config.eval.data is not None:
         held_out = HeldOut(
             config.eval,
-            config.rollout.reward,
+            config.rollout,
             tokenizer,
             max_prompt_tokens=limit,
+            max_tokens=_context(config, model_path),
             seed=config.run.seed,
         )
     return RLTask(config, tokenizer, prompts, workflow, held_out)
@@ -246,7 +240,9 @@ class RLSession:
     def _step(self) -> dict[str, float]:
         """One training batch: roll out, prepare, optimise, publish exactly one new version."""
         clock = _Clock()
-        accept = has_signal if self.config.rollout.drop_zero_variance else None
+        accept = None
+        if self.config.rollout.drop_zero_variance:
+            accept = partial(has_signal, advantage=self.config.algorithm.advantage)
         self.watch.phase("rollout", step=self.state.step + 1)
         batch = self.rollout.prepare_batch(self.task.prompts, self.task.workflow, accept)
         clock.lap("rollout")
@@ -309,8 +305,8 @@ class RLSession:
         self.state.accuracies[str(self.state.step)] = result.accuracy
         if self.state.step == 0:
             self.state.samples_before = [dataclasses.asdict(s) for s in result.samples]
-            self.run.metrics.log(0, result.as_metrics("heldout", self.config.eval.samples))
-        return result.as_metrics("heldout", self.config.eval.samples)
+            self.run.metrics.log(0, result.as_metrics("heldout"))
+        return result.as_metrics("heldout")
 
     def _save(self) -> None:
         config = self.config.checkpoint
@@ -413,22 +409,33 @@ class _Clock:
         return sum(self.laps.values())
 
 
-def has_signal(rows: TensorDict) -> bool:
-    """Whether the rewards of a group differ: else it has no gradient (DAPO, arXiv 2503.14476)."""
+def has_signal(rows: TensorDict, advantage: str) -> bool:
+    """Whether the rewards of a group differ: else it has no gradient (DAPO, arXiv 2503.14476).
+
+    ReMax compares with the greedy completion, GDPO each part of the rewards by itself.
+    """
     rewards_B = rows["rewards"]
-    scored = rewards_B[~rewards_B.isnan()]
-    return bool(scored.numel()) and bool(scored.max() > scored.min())
+    is_scored_B = ~rewards_B.isnan()
+    if not bool(is_scored_B.any()):
+        return False
+    if advantage == "remax" and "greedy_rewards" in rows:
+        return bool((rewards_B != rows["greedy_rewards"])[is_scored_B].any())
+    if advantage == "gdpo" and "reward_parts" in rows:
+        parts_BK = rows["reward_parts"][is_scored_B]
+        return bool((parts_BK.amax(dim=0) > parts_BK.amin(dim=0)).any())
+    scored = rewards_B[is_scored_B]
+    return bool(scored.max() > scored.min())
+
+
+def _context(config: RLConfig, model_path: str) -> int:
+    return min(context_length(model_path), config.inference.max_context or sys.maxsize)
 
 
 def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
     """``config`` with ``max_prompt_tokens`` and ``generation.max_tokens`` set to what context and
     micro-batch leave room for: no row of any workflow is longer."""
     generation = config.rollout.generation
-    context = min(
-        context_length(model_path),
-        config.inference.max_context or sys.maxsize,
-        generation.max_tokens or sys.maxsize,
-    )
+    context = min(_context(config, model_path), generation.max_tokens or sys.maxsize)
     cap, new_tokens = config.train.max_tokens_per_microbatch, generation.max_new_tokens
     room = min(context - 1, cap - new_tokens)
     if room < 1:
@@ -451,7 +458,7 @@ def _with_prompt_limit(config: RLConfig, model_path: str) -> RLConfig:
 
 def _open_workflow(config: RLConfig, tokenizer: Any) -> RolloutWorkflow:
     rollout = config.rollout
-    return load_workflow(
+    workflow = load_workflow(
         rollout.workflow,
         reward=load_reward(rollout.reward),
         generation=rollout.generation,
@@ -463,3 +470,6 @@ def _open_workflow(config: RLConfig, tokenizer: Any) -> RolloutWorkflow:
         overlong_prompt=rollout.overlong_prompt,
         **rollout.workflow_kwargs,
     )
+    if config.algorithm.advantage == "remax" and isinstance(workflow, GroupWorkflow):
+        return workflow.with_greedy_baseline()
+    return workflow

@@ -9,7 +9,7 @@ is in ``rl_learner``; losses and estimators live in ``algorithms/``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from tensordict import TensorDict
@@ -23,10 +23,10 @@ from tandem.algorithms.policy.covariance import (
     select_kl_cov,
     token_covariance,
 )
+from tandem.algorithms.shaping import trajectory_sums
 from tandem.config import AlgorithmConfig, TeacherConfig
 from tandem.config.algorithm import TEACHER_ADVANTAGES
 from tandem.train import TrainEngine
-from tandem.types import Metric
 
 Metrics = dict[str, float]
 
@@ -35,6 +35,7 @@ def build_objective(
     config: AlgorithmConfig, teacher: TeacherConfig | None = None
 ) -> PolicyObjective:
     has_teacher_term = teacher is not None and teacher.top_k is not None
+    in_pass = config.corrections[0] if config.prox == "loglinear" and config.corrections else None
     return PolicyObjective(
         policy_loss=config.policy_loss,
         policy_kwargs={**config.policy_kwargs, **_clipping(config)},
@@ -44,6 +45,9 @@ def build_objective(
         distill_coef=teacher.coef if teacher and has_teacher_term else 0.0,
         divergence=teacher.divergence if teacher else "reverse",
         single_step=is_single_step(config),
+        interpolates=config.prox == "loglinear",
+        correction=in_pass.method if in_pass else None,
+        correction_kwargs=in_pass.kwargs if in_pass else {},
     )
 
 
@@ -59,32 +63,16 @@ def _clipping(config: AlgorithmConfig) -> dict[str, float]:
 
 
 def is_single_step(config: AlgorithmConfig) -> bool:
-    """Whether nothing needs the policy's log-probabilities before the (only) optimizer step."""
+    """Whether nothing needs the policy's log-probabilities before the (only) optimizer step, and
+    they are what the ratio starts from."""
     needs_them_before = (
         bool(config.corrections)
+        or config.prox == "loglinear"
         or config.kl_in_reward
         or config.policy_loss in ("clip_cov", "kl_cov")
         or config.advantage in TEACHER_ADVANTAGES
     )
     return config.epochs * config.minibatches == 1 and not needs_them_before
-
-
-class Recorder:
-    """The objective; the log-probabilities that it sees become ``prox_logprobs`` of the batch."""
-
-    def __init__(self, objective: PolicyObjective, batch: TensorDict) -> None:
-        self._objective = objective
-        self._prox_BT = torch.zeros_like(batch["logprobs"])
-        batch["prox_logprobs"] = self._prox_BT
-        batch["rows"] = torch.arange(len(batch))
-        self.required_outputs = objective.required_outputs
-
-    def __call__(
-        self, outputs: Mapping[str, torch.Tensor], microbatch: TensorDict
-    ) -> tuple[torch.Tensor, dict[str, Metric]]:
-        seen = outputs["train_logprobs"].detach().to(self._prox_BT)
-        self._prox_BT.index_copy_(0, microbatch["rows"].to(seen.device), seen)
-        return self._objective(outputs, microbatch)
 
 
 def score(batch: TensorDict, engine: TrainEngine) -> torch.Tensor:
@@ -157,21 +145,34 @@ def select_tokens(
     return minibatch
 
 
+def first_rows(sample_ids_B: torch.Tensor) -> torch.Tensor:
+    """Row numbers of the first row of each trajectory."""
+    unique, index_B = torch.unique(sample_ids_B, return_inverse=True)
+    position_B = torch.arange(len(sample_ids_B), device=sample_ids_B.device)
+    start = position_B.new_full((unique.numel(),), len(sample_ids_B))
+    return start.scatter_reduce_(0, index_B, position_B, "amin").sort().values
+
+
 def rollout_metrics(batch: TensorDict) -> Metrics:
-    """What people watch first: rewards and lengths of the sampled rows."""
-    rewards_B = batch["rewards"]
-    rewards_B = rewards_B[~rewards_B.isnan()]
-    length_B = batch["loss_mask"].sum(-1).float()
+    """What people watch first: rewards and lengths of the sampled trajectories, each once."""
+    sample_ids_B, mask_BT = batch["sample_ids"], batch["loss_mask"]
+    first_S = first_rows(sample_ids_B)
+    rewards_S = batch["rewards"][first_S]
+    rewards_S = rewards_S[~rewards_S.isnan()]
+    length_S = trajectory_sums(mask_BT.double(), mask_BT, sample_ids_B)[first_S].float()
+    truncated_S = trajectory_sums(
+        batch["truncated"].double()[:, None], torch.ones_like(mask_BT[:, :1]), sample_ids_B
+    )[first_S]
     metrics = {
-        "response_length/mean": float(length_B.mean()),
-        "response_length/max": float(length_B.max()),
-        "response_length/empty_fraction": float((length_B == 0).float().mean()),
-        "response_length/truncated_fraction": float(batch["truncated"].float().mean()),
+        "response_length/mean": float(length_S.mean()),
+        "response_length/max": float(length_S.max()),
+        "response_length/empty_fraction": float((length_S == 0).float().mean()),
+        "response_length/truncated_fraction": float((truncated_S > 0).float().mean()),
         "perf/num_tokens": float(batch["attention_mask"].sum()),
     }
-    if len(rewards_B):
-        metrics["reward/mean"] = float(rewards_B.mean())
-        metrics["reward/std"] = float(rewards_B.std(correction=0))
+    if len(rewards_S):
+        metrics["reward/mean"] = float(rewards_S.mean())
+        metrics["reward/std"] = float(rewards_S.std(correction=0))
     return metrics
 
 

@@ -14,8 +14,9 @@ from tensordict import TensorDict
 from tandem.algorithms.aggregation import loss_weights
 from tandem.algorithms.value import ValueObjective, explained_variance
 from tandem.config import CriticConfig, RLConfig
+from tandem.launch import open_engine
 from tandem.observe import mean_metrics
-from tandem.train import EngineRegistry, TrainEngine
+from tandem.train import TrainEngine
 from tandem.trainers.rl_batch import split_episodes
 from tandem.types import FinetuneSpec
 
@@ -64,16 +65,15 @@ def open_critic(config: RLConfig, policy_path: str) -> Critic:
     """The critic of ``config``, from ``policy_path`` unless it has a path of its own."""
     critic = config.critic
     assert critic is not None
-    engine: TrainEngine = EngineRegistry.new(
+    epochs = critic.epochs or config.algorithm.epochs
+    num_steps = config.steps * epochs * config.algorithm.minibatches
+    engine = open_engine(
         "value_model",
-        critic.train.backend,
-        config=critic.train,
+        critic.train,
         model_path=critic.path or policy_path,
         lora=critic.lora,
         seed=config.run.seed,
         tokenizer_path=critic.path or config.model.tokenizer_path,
+        ft_spec=FinetuneSpec(1, dataset_size=num_steps, train_batch_size=1),
     )
-    epochs = critic.epochs or config.algorithm.epochs
-    num_steps = config.steps * epochs * config.algorithm.minibatches
-    engine.initialize(ft_spec=FinetuneSpec(1, dataset_size=num_steps, train_batch_size=1))
     return Critic(critic, engine)

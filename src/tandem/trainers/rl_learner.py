@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -21,16 +22,17 @@ from torch import Tensor
 
 from tandem.algorithms.advantages import assign_advantages
 from tandem.algorithms.correction import behaviour_correction
+from tandem.algorithms.distillation import Likeliest
 from tandem.algorithms.kl import AdaptiveKL
+from tandem.algorithms.objective import Recorder
 from tandem.checkpoint import read_state, write_state
 from tandem.config import RLConfig
 from tandem.config.algorithm import TEACHER_ADVANTAGES
-from tandem.errors import ConfigError
+from tandem.launch import open_engine
 from tandem.observe import mean_metrics
-from tandem.train import EngineRegistry, TrainEngine
+from tandem.train import TrainEngine
 from tandem.trainers.frozen import open_frozen
 from tandem.trainers.rl_batch import (
-    Recorder,
     build_objective,
     is_single_step,
     kl_estimator,
@@ -42,7 +44,12 @@ from tandem.trainers.rl_batch import (
     select_tokens,
 )
 from tandem.trainers.rl_critic import Critic, open_critic
-from tandem.trainers.rl_rewards import add_scores, penalise_divergence, shape_rewards
+from tandem.trainers.rl_rewards import (
+    add_scores,
+    part_metrics,
+    penalise_divergence,
+    shape_rewards,
+)
 from tandem.types import FinetuneSpec, LossFn
 
 Metrics = dict[str, float]
@@ -90,7 +97,8 @@ class Learner:
             lap("critic")
         if not self._critic_warms_up():
             metrics |= self._optimise(batch, beat)
-        metrics |= mismatch(batch, self.policy.get_version())
+        if "prox_logprobs" in batch:
+            metrics |= mismatch(batch, self.policy.get_version())
         lap("train")
         return metrics
 
@@ -101,6 +109,9 @@ class Learner:
         if self.reward_model is not None and self.config.reward_model is not None:
             metrics |= add_scores(batch, self.reward_model, self.config.reward_model.weight)
         metrics |= rollout_metrics(batch)
+        parts = self.config.rollout.reward.part_weights
+        if parts:
+            metrics |= part_metrics(batch, parts, is_sum=algorithm.advantage == "gdpo")
         limit = self.config.rollout.generation.max_new_tokens
         metrics |= shape_rewards(batch, algorithm, max_new_tokens=limit)
         metrics |= self._score_tokens(batch)
@@ -108,19 +119,28 @@ class Learner:
             metrics |= self._penalise_divergence(batch)
         if self.critic is not None:
             self.critic.predict(batch)
-        batch, found = assign_advantages(batch, algorithm.advantage, **algorithm.advantage_kwargs)
+        batch, found = assign_advantages(batch, algorithm.advantage, **self._advantage_kwargs())
         metrics |= found
-        for correction in algorithm.corrections:
+        for correction in () if self.objective.interpolates else algorithm.corrections:
             batch, found = behaviour_correction(
                 batch, method=correction.method, **correction.kwargs
             )
             metrics |= found
         return batch, metrics
 
+    def _advantage_kwargs(self) -> dict[str, Any]:
+        algorithm, given = self.config.algorithm, dict[str, Any]()
+        if algorithm.advantage == "gdpo":
+            given["weights"] = list(self.config.rollout.reward.part_weights.values())
+        return given | algorithm.advantage_kwargs
+
     def _score_tokens(self, batch: TensorDict) -> Metrics:
         """Log-probabilities of the sampled tokens, and the teacher's likeliest others."""
         algorithm, metrics = self.config.algorithm, dict[str, float]()
-        if not is_single_step(algorithm) or self._critic_warms_up():
+        if self.objective.interpolates:
+            version = self.policy.get_version()
+            batch["prox_version"] = torch.full_like(batch["episode_ids"], version)
+        elif not is_single_step(algorithm) or self._critic_warms_up():
             batch["prox_logprobs"] = score(batch, self.policy)
         if algorithm.kl_coef > 0:
             batch["ref_logprobs"] = reference_logprobs(batch, self.policy, self.reference)
@@ -188,16 +208,7 @@ def likeliest(batch: TensorDict, teacher: TrainEngine, count: int) -> tuple[Tens
 
     Index t is about the place of token t, at the row's temperature.
     """
-
-    def top(logits_BTV: Tensor, _: TensorDict) -> list[tuple[Tensor, Tensor]]:
-        if count > logits_BTV.shape[-1]:
-            raise ConfigError(
-                f"teacher.top_k: got {count}, allowed: up to the vocabulary, {logits_BTV.shape[-1]}"
-            )
-        found = torch.log_softmax(logits_BTV, dim=-1).topk(count, dim=-1)
-        return list(zip(found.indices.cpu(), found.values.cpu(), strict=True))
-
-    rows = teacher.forward(batch, post_hook=top, aggregate_fn=list)
+    rows = teacher.forward(batch, post_hook=Likeliest(count), aggregate_fn=list)
     ids, logprobs = zip(*rows, strict=True)
     return torch.stack(ids), torch.stack(logprobs)
 
@@ -226,17 +237,15 @@ def open_learner(config: RLConfig, model_path: str) -> Iterator[Learner]:
 
 
 def _open_policy(config: RLConfig, model_path: str) -> TrainEngine:
-    engine: TrainEngine = EngineRegistry.new(
+    warmup = config.critic.warmup_steps if config.critic else 0
+    per_batch = config.algorithm.epochs * config.algorithm.minibatches
+    num_steps = (config.steps - warmup) * per_batch
+    return open_engine(
         "language_model",
-        config.train.backend,
-        config=config.train,
+        config.train,
         model_path=model_path,
         lora=config.model.lora,
         seed=config.run.seed,
         tokenizer_path=config.model.tokenizer_path,
+        ft_spec=FinetuneSpec(1, dataset_size=num_steps, train_batch_size=1),
     )
-    warmup = config.critic.warmup_steps if config.critic else 0
-    per_batch = config.algorithm.epochs * config.algorithm.minibatches
-    num_steps = (config.steps - warmup) * per_batch
-    engine.initialize(ft_spec=FinetuneSpec(1, dataset_size=num_steps, train_batch_size=1))
-    return engine

@@ -7,6 +7,8 @@ returns metrics; the formulas are in ``algorithms``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from tensordict import TensorDict
 from torch import Tensor
@@ -15,7 +17,9 @@ from tandem.algorithms.kl import kl_estimate
 from tandem.algorithms.shaping import kl_shaped_rewards, overlong_penalty, trajectory_sums
 from tandem.algorithms.tokens import under_mask
 from tandem.config import AlgorithmConfig, ShapingConfig
+from tandem.errors import DataError
 from tandem.train import TrainEngine
+from tandem.trainers.rl_batch import first_rows
 
 Metrics = dict[str, float]
 
@@ -45,6 +49,38 @@ def _last_rows(sample_ids_B: Tensor) -> Tensor:
     position = torch.arange(len(sample_ids_B), device=sample_ids_B.device)
     last = position.new_zeros(unique.numel()).scatter_reduce_(0, index_B, position, "amax")
     return last[index_B]
+
+
+def part_metrics(batch: TensorDict, weights: Mapping[str, float], *, is_sum: bool) -> Metrics:
+    """The mean of each part of the rewards over trajectories, by its label in ``weights``.
+
+    With ``is_sum`` the parts have to be all that ``rewards`` are made of.
+
+    Raises:
+        DataError: they are not.
+    """
+    if "reward_parts" not in batch:
+        if not is_sum:
+            return {}
+        raise DataError(
+            "reward_parts: missing from the batch, required by gdpo; the workflow does not ask the "
+            "reward function (its scored_by), or is one that brings no parts"
+        )
+    parts_BK, rewards_B = batch["reward_parts"], batch["rewards"]
+    total_B = parts_BK.double() @ parts_BK.new_tensor(list(weights.values())).double()
+    other_B = (total_B - rewards_B).abs() > 1e-4 * (1 + rewards_B.abs())
+    if is_sum and bool(other_B.any()):
+        raise DataError(
+            f"rewards: got {float(rewards_B[other_B][0]):g} where the parts sum to "
+            f"{float(total_B[other_B][0]):g}; gdpo sees the parts only, so nothing else may reward "
+            "(workflow_kwargs.scored_by=reward)"
+        )
+    means_K = parts_BK[first_rows(batch["sample_ids"])].nanmean(dim=0)
+    return {
+        f"reward/part/{label}": float(mean)
+        for label, mean in zip(weights, means_K, strict=True)
+        if mean == mean
+    }
 
 
 def shape_rewards(batch: TensorDict, config: AlgorithmConfig, *, max_new_tokens: int) -> Metrics:

@@ -31,6 +31,7 @@ from tandem.config.launcher import launcher_facts
 from tandem.config.resume import check_resume
 from tandem.errors import CapabilityError, ConfigError, Preempted
 from tandem.files import write_durably
+from tandem.launch import current_leader
 from tandem.observe import MetricsLogger, setup_logging
 from tandem.observe.metrics import METRICS_FILE
 from tandem.train.registry import check_device
@@ -125,9 +126,9 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         ConfigError: the directory holds a run and ``resume`` is off, or the reverse, or a key was
             changed that may not change on resume.
         CheckpointError: checkpoints exist and none can be trusted.
-        CapabilityError: a launcher started several ranks.
+        CapabilityError: a launcher started several ranks and this one does not lead them.
     """
-    _check_alone()
+    _check_led()
     _check_machine(config)
     directory = Path(config.run.output_dir) / config.run.name
     config_file = directory / "config.yaml"
@@ -161,19 +162,22 @@ def open_run(config: Root, *, resume: bool) -> Iterator[Run]:
         with ExitStack() as stack:
             stack.callback(metrics.close)
             stop = stack.enter_context(StopSignal())
+            leader = current_leader()
+            if leader is not None:
+                leader.stop = stop
             writer = None
             if config.checkpoint.background:
                 writer = stack.enter_context(BackgroundWriter())
             yield Run(config, directory, incarnation, metrics, stop, checkpoint, writer)
 
 
-def _check_alone() -> None:
-    """Several ranks would each train on all rows and write the same run directory."""
+def _check_led() -> None:
+    """Ranks that nobody leads would each train on all rows and write the same run directory."""
     world_size = launcher_facts().world_size
-    if world_size > 1:
+    if world_size > 1 and current_leader() is None:
         raise CapabilityError(
-            f"WORLD_SIZE: got {world_size}, allowed here: 1; a run drives one rank. Sharded "
-            "engines are driven from Python, see docs/distributed.md"
+            f"WORLD_SIZE: got {world_size}, allowed here: 1; run_sft, run_dpo, run_reward and "
+            "run_rl take several ranks, this does not"
         )
 
 
@@ -216,12 +220,14 @@ def exclusive(directory: Path) -> Iterator[None]:
 
 
 def set_threads(config: Root) -> None:
-    """Give torch the cores that the generator does not use (see ``run.threads``)."""
+    """Give torch this rank's share of the cores that the generator does not use; see
+    ``run.threads``."""
     threads = config.run.threads
     if threads is None:
         inference = getattr(config, "inference", None)
         taken = inference.threads if inference and inference.mode == "process" else 0
-        threads = max(1, len(os.sched_getaffinity(0)) - taken)
+        free = len(os.sched_getaffinity(0)) - taken
+        threads = max(1, free // launcher_facts().local_world_size)
     torch.set_num_threads(threads)
 
 

@@ -21,11 +21,13 @@ from tandem.observe import MetricsLogger
 from tandem.rollout import ComposedInferenceEngine, open_inference_engine
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.publish import publish_weights, release_weights
+from tandem.trainers.ranks import on_all_ranks
 from tandem.trainers.run import Run, open_run
 from tandem.trainers.supervised import SupervisedStage, begin, finish, is_due, run_steps
 from tandem.types import SaveLoadMeta
 
 
+@on_all_ranks
 def run_sft(config: SFTConfig, *, resume: bool = False) -> dict[str, Any]:
     """Fine-tune as ``config`` says and return the content of ``summary.json``.
 
@@ -118,9 +120,10 @@ class _Evaluator:
         if config.eval.data is not None:
             self.held_out = HeldOut(
                 config.eval,
-                config.reward,
+                self._rollout(),
                 stage.tokenizer,
                 max_prompt_tokens=stage.context - 1,
+                max_tokens=stage.context,
                 seed=config.run.seed,
             )
         self.accuracies: dict[str, float] = {}
@@ -144,13 +147,16 @@ class _Evaluator:
         )
         self.last = self.held_out.evaluate(engine)
         self.accuracies[str(step)] = self.last.accuracy
-        return self.last.as_metrics("heldout", self.config.eval.samples)
+        return self.last.as_metrics("heldout")
+
+    def _rollout(self) -> RolloutConfig:
+        return RolloutConfig(reward=self.config.reward, generation=self.config.eval.decoding)
 
     def _started(self) -> ComposedInferenceEngine:
         if self._engine is None:
             self._engine = open_inference_engine(
                 self.config.inference,
-                RolloutConfig(generation=self.config.eval.generation),
+                self._rollout(),
                 model_path=self.stage.model_path,
                 tokenizer=self.stage.tokenizer,
                 incarnation=self.run.incarnation,

@@ -18,9 +18,10 @@ from tandem.checkpoint import BackgroundWriter, CheckpointDir, staging
 from tandem.config import LoraConfig, Root, StageConfig
 from tandem.data.examples import ExampleSource
 from tandem.errors import ConfigError
+from tandem.launch import open_engine
 from tandem.models.loading import context_length, load_tokenizer
 from tandem.observe import MetricsLogger, Progress, RunReport, final_screen, write_summary
-from tandem.train import EngineRegistry, TrainEngine
+from tandem.train import TrainEngine
 from tandem.trainers.run import Run, seed_generators
 from tandem.types import FinetuneSpec, LossFn, SaveLoadMeta
 
@@ -113,23 +114,19 @@ class SupervisedStage(ABC, Generic[Config, Example]):
 
     def _open_engine(self, lora: LoraConfig | None) -> TrainEngine:
         config = self.config
-        engine = EngineRegistry.new(
+        return open_engine(
             self.model_type,
-            config.train.backend,
-            config=config.train,
+            config.train,
             model_path=self.model_path,
             lora=lora,
             seed=self.seed,
             tokenizer_path=self.tokenizer_path,
-        )
-        engine.initialize(
             ft_spec=FinetuneSpec(
                 total_train_epochs=1,
                 dataset_size=self.total_steps * config.batch_size,
                 train_batch_size=config.batch_size,
-            )
+            ),
         )
-        return engine
 
 
 class Evaluator(Protocol):

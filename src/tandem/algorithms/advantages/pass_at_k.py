@@ -1,15 +1,13 @@
-"""Rewards for the best of k samples, and the unbiased pass@k of a set of samples."""
+"""Rewards for the best of k samples. The measure pass@k is in ``accuracy``."""
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tandem.algorithms.advantages.groups import group_rewards
-from tandem.errors import ConfigError, DataError
 
 
 def grpo_passk(
@@ -38,12 +36,3 @@ def grpo_passk(
     if std:
         advantages = advantages / (groups.std(ddof) + eps)
     return groups.where_informative(advantages, rewards_B.dtype)
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """``1 - C(n - c, k) / C(n, k)``: unbiased from ``n >= k`` samples (arXiv 2107.03374, eq. 1)."""
-    if not 1 <= k <= num_samples:
-        raise ConfigError(f"k: got {k}, allowed: 1 to the number of samples, {num_samples}")
-    if not 0 <= num_correct <= num_samples:
-        raise DataError(f"num_correct: got {num_correct}, allowed: 0 to {num_samples}")
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)

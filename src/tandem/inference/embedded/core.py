@@ -94,7 +94,7 @@ class EmbeddedCore:
             max_rows=options.max_batch_size, capacity=num_blocks(options.cache_tokens)
         )
         self._lanes = Lanes()
-        self._cache = KVCache()
+        self._cache = KVCache(model.dtype)
         self._sharing = PrefixSharing(self._cache, num_blocks(options.prefix_cache_tokens))
         packs = options.is_fast and can_pack(model.device, model.dtype)
         self._packed = PackedLinears(model) if packs else None

@@ -85,9 +85,12 @@ class CacheContext:
         sliding_window: int | None,
     ) -> Tensor:
         keys, values = self._cache.layer(layer_idx, key, value, sliding_window)
+        asked, dtype = query.dtype, keys.dtype
+        query, key, value = (item.to(dtype) for item in (query, key, value))
         n = self._num_decode
         if n == query.shape[2]:
-            return self._decode(query, key, value, keys, values, scaling, sliding_window)
+            out = self._decode(query, key, value, keys, values, scaling, sliding_window)
+            return out.to(asked)
         out = query.new_zeros(1, query.shape[1], query.shape[2], value.shape[3])
         if n:
             q, k, v = (item[:, :, :n] for item in (query, key, value))
@@ -103,7 +106,7 @@ class CacheContext:
                 out[0, :, span] = self._later_chunks(
                     group, packed[0], keys, values, scaling, sliding_window
                 )
-        return out
+        return out.to(asked)
 
     def _store(self, stored: Tensor, new: Tensor) -> None:
         """Keep the keys or values of all chunks, then let other rows take them over."""

@@ -17,10 +17,11 @@ class KVCache:
     """One tensor ``[rows, kv_heads, length, D]`` a layer for keys and for values; both axes grow.
 
     Positions past a row's length hold finite leftovers, which readers mask. ``windows`` are the
-    sliding windows of the layers seen so far.
+    sliding windows of the layers seen so far. Without ``dtype`` what is stored decides.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
         self._rows = 0
@@ -101,6 +102,7 @@ class KVCache:
         """Storage of one layer, allocated when first seen like ``[1, kv_heads, N, D]`` inputs."""
         if layer_idx not in self._keys:
             self.windows.add(window)
+            self.dtype = self.dtype or key.dtype
             self._keys[layer_idx] = self._allocate(key)
             self._values[layer_idx] = self._allocate(value)
         return self._keys[layer_idx], self._values[layer_idx]
@@ -111,4 +113,5 @@ class KVCache:
         return item.unflatten(2, (-1, BLOCK))
 
     def _allocate(self, like: Tensor) -> Tensor:
-        return like.new_zeros(self._rows, like.shape[1], self._length, like.shape[3])
+        shape = (self._rows, like.shape[1], self._length, like.shape[3])
+        return like.new_zeros(shape, dtype=self.dtype)

@@ -1,0 +1,3 @@
+from tests.train.conftest import model_path
+
+__all__ = ["model_path"]
