@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch
 from torch import Tensor
 
 from tandem.models.cache.blocks import BLOCK
