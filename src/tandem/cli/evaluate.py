@@ -19,8 +19,6 @@ from tandem.cli.configs import (
     find_model,
     print_config,
 )
-from tandem.config import load_config
-from tandem.config.parse import parse_yaml
 from tandem.errors import ConfigError
 
 
@@ -72,6 +70,9 @@ def _locate(target: str, model: str | None) -> tuple[Path, Path | None]:
 
 
 def _with_model(source: Path, model_dir: Path | None, overrides: list[str]) -> Any:
+    from tandem.config import load_config
+    from tandem.config.parse import parse_yaml
+
     if model_dir is None:
         return load_config(source, overrides)
     try:
