@@ -32,8 +32,7 @@ def describe(error: BaseException) -> dict[str, str]:
 def rebuilt(description: dict[str, Any], rank: int) -> TandemError:
     """The error of ``rank``, of its own kind."""
     found = getattr(errors, description["kind"], None)
-    is_known = isinstance(found, type) and issubclass(found, TandemError)
-    kind: type[TandemError] = found if is_known else EngineError
+    kind = found if isinstance(found, type) and issubclass(found, TandemError) else EngineError
     return kind(f"rank {rank}: {description['message']}")
 
 

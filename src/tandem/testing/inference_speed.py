@@ -23,11 +23,12 @@ from transformers import AutoModelForCausalLM
 
 from tandem.config import InferenceConfig
 from tandem.errors import ConfigError, EngineError
-from tandem.inference.embedded import EmbeddedBackend
+from tandem.inference.embedded import ChildBackend
 from tandem.models.directories import quiet_transformers
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse
 
 Prompts = Sequence[Sequence[int]]
+WARM_UP_TOKENS = 4
 VLLM_PEER = Path(__file__).with_name("vllm_peer.py")
 
 
@@ -45,6 +46,8 @@ class SpeedPlan:
     compile: Literal["auto", "off", "on"] = "off"
     with_transformers: bool = True
     vllm: str | None = None
+    limit_s: float | None = None
+    """No new round begins after so many seconds."""
 
 
 class Peer(Protocol):
@@ -64,6 +67,7 @@ def measure_speed(
         EngineError: vLLM did not start.
     """
     torch.set_num_threads(plan.threads)
+    deadline = time.perf_counter() + (float("inf") if plan.limit_s is None else plan.limit_s)
     ours = EmbeddedPeer(model_dir, plan)
     peers: dict[str, Peer] = {"tandem": ours}
     try:
@@ -74,7 +78,8 @@ def measure_speed(
         rows = []
         for count in plan.concurrent:
             progress(f"{count} concurrent")
-            rows.append(_measure(count, ours, peers, plan))
+            rows.append(_measure(count, ours, peers, plan, deadline))
+            progress(json.dumps(rows[-1]))
     finally:
         for peer in peers.values():
             peer.close()
@@ -94,20 +99,23 @@ def measure_speed(
 
 
 def _measure(
-    count: int, ours: EmbeddedPeer, peers: Mapping[str, Peer], plan: SpeedPlan
+    count: int, ours: EmbeddedPeer, peers: Mapping[str, Peer], plan: SpeedPlan, deadline: float
 ) -> dict[str, Any]:
-    """One warm-up of each engine, then ``repeats`` rounds in turn, each with prompts of its own."""
+    """One short warm-up of each engine, then rounds in turn, each with prompts of its own."""
     rates: dict[str, list[float]] = {name: [] for name in peers}
     responses: list[LLMResponse] = []
     for repeat in range(plan.repeats + 1):
+        if repeat > 1 and time.perf_counter() > deadline:
+            break
         prompts = ours.prompts(count, plan.prompt_tokens, seed=1000 * count + repeat)
         for name, peer in peers.items():
-            seconds = peer.run(prompts, plan.new_tokens)
+            seconds = peer.run(prompts, plan.new_tokens if repeat else WARM_UP_TOKENS)
             if repeat:
                 rates[name].append(count * plan.new_tokens / seconds)
         if repeat:
             responses += ours.responses
-    row: dict[str, Any] = {"concurrent": count, "latency": latencies(responses)}
+    row: dict[str, Any] = {"concurrent": count, "rounds": len(rates["tandem"])}
+    row["latency"] = latencies(responses)
     for name, found in rates.items():
         row[name] = {
             "max_tokens_per_s": round(max(found), 1),
@@ -115,7 +123,9 @@ def _measure(
         }
         if name != "tandem":
             pairs = zip(rates["tandem"], found, strict=True)
-            row[f"over_{name}"] = round(statistics.median(a / b for a, b in pairs), 2)
+            ratios = [a / b for a, b in pairs]
+            row[f"over_{name}"] = round(statistics.median(ratios), 2)
+            row[f"over_{name}_min"] = round(min(ratios), 2)
     return row
 
 
@@ -146,17 +156,17 @@ def read_seconds(size_bytes: int, repeats: int = 5) -> float:
 
 
 class EmbeddedPeer:
-    """The engine of this library, as a thread of this process."""
+    """The engine of this library, in a child process as in a run."""
 
     def __init__(self, model_dir: str, plan: SpeedPlan) -> None:
         config = InferenceConfig(
-            mode="inprocess",
+            threads=plan.threads,
             dtype=plan.dtype,
             numerics=plan.numerics,
             compile=plan.compile,
             max_batch_size=max(plan.concurrent),
         )
-        self._backend = EmbeddedBackend(config, model_dir, "bench")
+        self._backend = ChildBackend(config, model_dir, "bench")
         self._backend.start()
         with quiet_transformers():
             stored = AutoModelForCausalLM.from_pretrained(model_dir, dtype=plan.dtype)
