@@ -29,6 +29,9 @@ from tandem.types import GenerationConfig, LLMRequest, LLMResponse
 
 Prompts = Sequence[Sequence[int]]
 WARM_UP_TOKENS = 4
+SETTLE_S = 0.1
+"""Between two turns: threads of an OpenMP library look for work for some milliseconds before they
+sleep, and would take the next engine's core."""
 VLLM_PEER = Path(__file__).with_name("vllm_peer.py")
 
 
@@ -109,6 +112,7 @@ def _measure(
             break
         prompts = ours.prompts(count, plan.prompt_tokens, seed=1000 * count + repeat)
         for name, peer in peers.items():
+            time.sleep(SETTLE_S)
             seconds = peer.run(prompts, plan.new_tokens if repeat else WARM_UP_TOKENS)
             if repeat:
                 rates[name].append(count * plan.new_tokens / seconds)
