@@ -6,11 +6,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tandem.algorithms.objective import PolicyObjective
+from tandem.algorithms.objective import PolicyObjective, Recorder
 from tandem.config import AlgorithmConfig, TrainConfig
 from tandem.train import EngineRegistry
 from tandem.trainers.rl_batch import (
-    Recorder,
     build_objective,
     minibatches,
     rollout_metrics,
