@@ -82,6 +82,9 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
     min_lr_ratio: Fraction = 0.0
+    restart_schedule: bool = Field(
+        False, description="a resume with true begins the schedule anew; weights and state go on"
+    )
     max_skipped_in_row: PositiveInt = Field(
         10, description="non-finite steps in a row before TrainingDiverged"
     )
