@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import time
@@ -245,7 +246,10 @@ class TransformersPeer:
 
 
 class VLLMPeer:
-    """vLLM's offline engine in a process of its own environment; it answers line by line."""
+    """vLLM's offline engine in processes of its own environment; it answers line by line.
+
+    They stand still between turns, because they look for work without a pause.
+    """
 
     def __init__(self, python: str, model_dir: str, plan: SpeedPlan) -> None:
         settings = {
@@ -270,6 +274,7 @@ class VLLMPeer:
                 stdout=subprocess.PIPE,
                 env=environment,
                 text=True,
+                start_new_session=True,
             )
         except OSError as error:
             raise ConfigError(f"vllm {python!r}: {error.strerror}; name a python") from None
@@ -278,18 +283,24 @@ class VLLMPeer:
         except EngineError:
             self.close()
             raise
+        os.killpg(self._process.pid, signal.SIGSTOP)
 
     def run(self, prompts: Prompts, new_tokens: int) -> float:
         assert self._process.stdin is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
         print(
             json.dumps({"prompts": prompts, "new_tokens": new_tokens}),
             file=self._process.stdin,
             flush=True,
         )
-        return float(self._answer()["seconds"])
+        seconds = float(self._answer()["seconds"])
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        return seconds
 
     def close(self) -> None:
         """It ends with its input."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGCONT)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()
