@@ -1,40 +1,38 @@
-"""The embedded engine beside its peers and beside its own limits.
+"""The embedded engine beside its peers, its limits and its goals: one table.
 
-    python benchmarks/inference.py models/smollm2 --threads 2 --json inference.json
-    python benchmarks/inference.py MODEL_DIR --dtype float32 --only swap,group
+    python benchmarks/inference.py MODEL_DIR --threads 2 --json inference.json
+    python benchmarks/inference.py MODEL_DIR --only speed --counts 64 --json inference.json
+    python benchmarks/inference.py --only startup,greedy MODEL_DIR --json inference.json
 
-Parts: ``speed`` (as ``tandem bench inference``), ``overhead`` (share of a step that is not the
-forward pass), ``group`` (prefill work of the samples of one prompt), ``ragged`` (continuous over
-static batching), ``swap`` (pause of running requests at an update of the weights). Every part runs
-in this process; parts that compare take turns.
+Parts: ``speed`` (tokens/s beside ``generate``, or with ``--vllm PYTHON`` beside vLLM), ``step``
+(one request over reading the weights; what is not the forward pass of a step of 64), ``group``
+(prefill work of the samples of one prompt), ``ragged`` (continuous over static batching), ``swap``
+(pause of running requests at an update of the weights), and those of ``inference_checks``. Parts
+that compare take turns. Rows of earlier calls in the same JSON file stay in the table, so that one
+part can be measured at a time; no part begins a round after ``--limit`` seconds.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from machine import parser, report
+from inference_checks import CHECKS, Row, request
+from machine import machine, parser
 
 from tandem.config import InferenceConfig
 from tandem.inference.embedded.build import build_core
 from tandem.inference.embedded.core import EmbeddedCore
 from tandem.inference.embedded.weights import commit
-from tandem.testing.inference_speed import SpeedPlan, measure_speed
+from tandem.testing.inference_speed import SpeedPlan, measure_speed, read_seconds
 from tandem.types import GenerationConfig, LLMRequest, ParamSpec, WeightUpdateMeta
 from tandem.weights import expect, publish, release
-
-
-def request(core: EmbeddedCore, index: int, prompt: int, new: int, **options: Any) -> LLMRequest:
-    """Random ids that depend on ``index`` only."""
-    generator = torch.Generator().manual_seed(index)
-    ids = torch.randint(3, core.limits.vocab_size, (prompt,), generator=generator).tolist()
-    config = GenerationConfig(max_new_tokens=new, ignore_eos=True, **{"seed": index, **options})
-    return LLMRequest(str(index), tuple(ids), config)
 
 
 def drain(core: EmbeddedCore) -> float:
@@ -92,7 +90,9 @@ def group(core: EmbeddedCore, size: int, prompt: int) -> dict[str, Any]:
     return figures
 
 
-def ragged(core: EmbeddedCore, rows: int, rounds: int, repeats: int) -> dict[str, Any]:
+def ragged(
+    core: EmbeddedCore, rows: int, rounds: int, repeats: int, limit_s: float
+) -> dict[str, Any]:
     """Log-normal lengths: useful tokens/s of continuous over static batches, in turn."""
     lengths = np.random.default_rng(0).lognormal(3.5, 0.8, rows * rounds).clip(4, 400).astype(int)
 
@@ -112,22 +112,21 @@ def ragged(core: EmbeddedCore, rows: int, rounds: int, repeats: int) -> dict[str
             seconds += drain(core)
         return seconds
 
-    pairs = [(continuous(), static()) for _ in range(repeats)]
+    deadline, pairs = time.perf_counter() + limit_s, [(continuous(), static())]
+    while len(pairs) < repeats and time.perf_counter() < deadline:
+        pairs.append((continuous(), static()))
     batches = lengths.reshape(rounds, rows)
     return {
         "rows": rows,
+        "rounds": len(pairs),
         "max_over_mean_length": round(float(batches.max(1).sum() / batches.mean(1).sum()), 3),
         "continuous_over_static": round(statistics.median(b / a for a, b in pairs), 3),
         "continuous_tokens_per_s": round(int(lengths.sum()) / min(a for a, _ in pairs), 1),
     }
 
 
-def swap(make: Callable[..., EmbeddedCore], rows: int, repeats: int) -> dict[str, Any]:
+def swap(core: EmbeddedCore, rows: int, repeats: int) -> dict[str, float]:
     """Commit of an in-process update in the middle of decoding, beside a copy of the bytes."""
-    return {kept: _swap(make(kv_on_update=kept), rows, repeats) for kept in ("keep", "recompute")}
-
-
-def _swap(core: EmbeddedCore, rows: int, repeats: int) -> dict[str, float]:
     for index in range(rows):
         core.add(index, request(core, index, 64, 40 * (repeats + 1)))
     for _ in range(4):
@@ -148,6 +147,7 @@ def _swap(core: EmbeddedCore, rows: int, repeats: int) -> dict[str, float]:
     core.abort_all()
     return {
         "commit_min_ms": round(1e3 * min(stalls), 2),
+        "commit_median_ms": round(1e3 * statistics.median(stalls), 2),
         "copy_min_ms": round(1e3 * min(copies), 2),
         "step_median_ms": round(1e3 * statistics.median(steps), 2),
         "step_after_median_ms": round(1e3 * statistics.median(firsts), 2),
@@ -162,51 +162,134 @@ def _seconds(function: Callable[..., Any], *arguments: Any) -> float:
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("models", nargs="+", help="model directories")
+    arguments.add_argument("models", nargs="*", help="model directories")
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     arguments.add_argument("--numerics", choices=("matched", "fast"), default="fast")
     arguments.add_argument("--compile", choices=("auto", "off", "on"), default="off")
     arguments.add_argument("--threads", type=int, default=1)
     arguments.add_argument("--repeats", type=int, default=5)
+    arguments.add_argument("--counts", default="1,8,32,64", help="concurrent requests of speed")
+    arguments.add_argument("--limit", type=float, default=240.0, help="seconds of a part")
     arguments.add_argument("--prompt", type=int, default=64)
     arguments.add_argument("--new", type=int, default=64)
+    arguments.add_argument("--prompts", type=int, default=500, help="of the greedy comparison")
+    arguments.add_argument(
+        "--first", type=int, default=0, help="greedy: number of the first prompt"
+    )
     arguments.add_argument("--vllm", help="python of an environment that has vLLM")
-    arguments.add_argument("--only", default="speed,overhead,group,ragged,swap")
+    arguments.add_argument("--only", default=",".join((*PARTS, *CHECKS)))
     options = arguments.parse_args()
     torch.set_num_threads(options.threads)
-    parts = options.only.split(",")
-    report({path: measure(path, parts, options) for path in options.models}, options.json)
+    rows: dict[str, dict[str, Any]] = {}
+    if options.json is not None and options.json.exists():
+        rows = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+    for path in options.models:
+        for part in options.only.split(","):
+            for row in {**PARTS, **CHECKS}[part](path, options):
+                rows[f"{row.measure}, {row.model}"] = row.to_json()
+                if options.json is not None:
+                    record = {"machine": machine(), "rows": rows}
+                    options.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(machine()))
+    print("| measure | figure | goal | met |\n|---|---|---|---|")
+    for name, item in rows.items():
+        print(f"| {name} | {item['figure']} | {item['goal']} | {item['met']} |")
 
 
-def measure(path: str, parts: list[str], options: Any) -> dict[str, Any]:
-    def make(**changes: Any) -> EmbeddedCore:
-        config = InferenceConfig(
-            dtype=options.dtype, numerics=options.numerics, compile=options.compile, **changes
+def make(path: str, options: argparse.Namespace, **changes: Any) -> EmbeddedCore:
+    config = InferenceConfig(
+        dtype=options.dtype, numerics=options.numerics, compile=options.compile, **changes
+    )
+    return build_core(config, path, "bench")
+
+
+def measure_rates(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    peer = "vllm" if options.vllm else "transformers"
+    plan = SpeedPlan(
+        concurrent=tuple(map(int, options.counts.split(","))),
+        prompt_tokens=options.prompt,
+        new_tokens=options.new,
+        repeats=options.repeats,
+        threads=options.threads,
+        dtype=options.dtype,
+        numerics=options.numerics,
+        compile=options.compile,
+        with_transformers=options.vllm is None,
+        vllm=options.vllm,
+        limit_s=options.limit,
+    )
+    for row in measure_speed(path, plan, progress=print)["rows"]:
+        count, ratio = row["concurrent"], row[f"over_{peer}"]
+        goal = GOALS[peer][count > 8]
+        yield Row(
+            f"tokens/s at {count}, over {peer}",
+            path,
+            f"{row['tandem']['median_tokens_per_s']:.0f}: {ratio:.2f} x "
+            f"(least {row[f'over_{peer}_min']:.2f} of {row['rounds']})",
+            f">= {goal} x",
+            ratio >= goal,
+            row,
         )
-        return build_core(config, path, "bench")
 
-    figures: dict[str, Any] = {}
-    if "speed" in parts:
-        plan = SpeedPlan(
-            prompt_tokens=options.prompt,
-            new_tokens=options.new,
-            repeats=options.repeats,
-            threads=options.threads,
-            dtype=options.dtype,
-            numerics=options.numerics,
-            compile=options.compile,
-            vllm=options.vllm,
-        )
-        figures["speed"] = measure_speed(path, plan, progress=print)
-    if "overhead" in parts:
-        figures["overhead"] = overhead(make(), 64, 40)
-    if "group" in parts:
-        figures["group"] = [group(make(), size, 512) for size in (8, 16)]
-    if "ragged" in parts:
-        figures["ragged"] = ragged(make(), 32, 6, max(2, options.repeats // 2))
-    if "swap" in parts:
-        figures["swap"] = swap(make, 16, options.repeats)
-    return figures
+
+GOALS = {"transformers": (1.4, 2.5), "vllm": (1.3, 1.0)}
+"""At up to 8 and at more concurrent requests."""
+
+
+def measure_step(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    core = make(path, options)
+    size = sum(item.numel() * item.element_size() for item in core.parameters().values())
+    found = overhead(core, 1, 8 * options.repeats)
+    read = 1e3 * read_seconds(size, options.repeats)
+    ratio = found["step_min_ms"] / read
+    text = f"{ratio:.2f} ({found['step_min_ms']} over {read:.1f} ms)"
+    details = {**found, "read_ms": read}
+    yield Row(
+        "step of one request over one read of the weights",
+        path,
+        text,
+        "<= 2.0",
+        ratio <= 2,
+        details,
+    )
+    found = overhead(core, 64, 8 * options.repeats)
+    share = found["share_median"]
+    text = f"{share:.1%} of {found['step_median_ms']} ms"
+    yield Row("sampling and bookkeeping at 64", path, text, "<= 10 %", share <= 0.1, found)
+
+
+def measure_group(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    for size in (8, 16):
+        found = group(make(path, options), size, 512)
+        text = f"{found['at_once']} at once, {found['one_a_step']} one a step"
+        met = max(found["at_once"], found["one_a_step"]) <= 1.15
+        yield Row(f"prefill work of {size} samples over one", path, text, "<= 1.15", met, found)
+
+
+def measure_ragged(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    found = ragged(make(path, options), 32, 6, options.repeats, options.limit)
+    ratio = found["continuous_over_static"] / found["max_over_mean_length"]
+    text = f"{ratio:.2f} ({found['continuous_over_static']} of {found['max_over_mean_length']})"
+    yield Row("ragged lengths, of max/mean", path, text, ">= 0.9", ratio >= 0.9, found)
+
+
+def measure_swap(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    for kept in ("keep", "recompute"):
+        found = swap(make(path, options, kv_on_update=kept), 16, options.repeats)
+        limit = found["step_median_ms"] + 5
+        after = f"step {found['step_median_ms']}, the next {found['step_after_median_ms']}"
+        text = f"{found['commit_median_ms']} ms ({after})"
+        met = found["commit_median_ms"] <= limit
+        yield Row(f"swap in one process, {kept}", path, text, "<= a step + 5 ms", met, found)
+
+
+PARTS: dict[str, Callable[[str, argparse.Namespace], Iterator[Row]]] = {
+    "speed": measure_rates,
+    "step": measure_step,
+    "group": measure_group,
+    "ragged": measure_ragged,
+    "swap": measure_swap,
+}
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ LATE = ("store.rewind", "checkpoint.retention")
 """Moments that a fresh run does not reach, or not soon."""
 GENERATOR = "generator"
 EXIT_ENGINE = 4
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 
 REWARD = """
 import sys

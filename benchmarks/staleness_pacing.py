@@ -74,15 +74,26 @@ class Tally:
     violating: int = 0
     trajectories: int = 0
     over: int = 0
-    versions: list[int] = field(default_factory=list)
+    masked: int = 0
+    untrained: dict[int, int] = field(default_factory=dict)
 
-    def made(self, lengths: list[int]) -> None:
+    def made(self, episode_id: int, lengths: list[int]) -> None:
+        self.untrained[episode_id] = sum(lengths)
         self.generated += sum(lengths)
         self.generated_lengths += sum(length * length for length in lengths)
+
+    def wasted(self, open_ids: set[int]) -> float:
+        """Share of tokens that were masked, or generated for an episode that was given up."""
+        given_up = sum(n for key, n in self.untrained.items() if key not in open_ids)
+        lost = given_up + self.masked
+        return lost / (lost + self.trained)
 
     def trained_on(self, batch: TensorDict, version: int) -> None:
         mask, ages = batch["loss_mask"], version - batch["versions"]
         made_B = (batch["versions"] >= 0).sum(-1)
+        self.masked += int(made_B.sum() - mask.sum())
+        for episode_id in set(batch["episode_ids"].tolist()):
+            self.untrained.pop(episode_id, None)
         self.trained += int(mask.sum())
         self.trained_lengths += int((mask.sum(-1) * made_B).sum())
         self.violating += int((mask & (ages > MAX_STALENESS)).sum())
@@ -116,7 +127,8 @@ class Answers(RolloutWorkflow):
                 for i, seed in enumerate(seeds)
             ]
         )
-        self.tally.made([len(item.output_tokens) for item in responses])
+        lengths = [len(item.output_tokens) for item in responses]
+        self.tally.made(episode.episode_id, lengths)
         return rows_of(responses, random.Random(episode.episode_id))
 
 
@@ -131,7 +143,7 @@ def simulate(policy: str, arguments: argparse.Namespace, tail: str, decoder: str
         batch_size=arguments.batch,
         group_size=arguments.group,
         max_concurrent=arguments.concurrent,
-        max_staleness=MAX_STALENESS if policy != "unbounded" else 1_000,
+        max_staleness=MAX_STALENESS if policy != "unbounded" else 30,
         stale_policy=policy if bounded else "drop",  # type: ignore[arg-type]
         generation=GenerationConfig(max_new_tokens=CAP),
         episode_timeout_s=1e9,
@@ -175,7 +187,7 @@ def simulate(policy: str, arguments: argparse.Namespace, tail: str, decoder: str
         "policy": policy,
         "violating": tally.violating,
         "over_the_bound": tally.over / tally.trajectories,
-        "wasted": 1 - tally.trained / tally.generated,
+        "wasted": tally.wasted(set(engine.executor.open_ids())),
         "step_s": step_s,
         "length_bias": (tally.trained_lengths / tally.trained)
         / (tally.generated_lengths / tally.generated)

@@ -187,3 +187,41 @@ def test_losses_are_found_by_name_and_wrong_names_are_refused():
         get_loss("policy", policy_loss="ppo")
     with pytest.raises(ConfigError, match="gspo does not take 'dual_clip', allowed: clip_high"):
         PolicyObjective("gspo", {"dual_clip": 3.0})
+
+
+def test_interpolated_ratio_lies_between_sampler_and_policy_by_age():
+    """A token of the version trained from starts at the sampler, older ones nearer the policy."""
+    logprobs = torch.tensor([[0.0, -1.0, -1.0, -1.0]], dtype=torch.float64, requires_grad=True)
+    batch = TensorDict(
+        {
+            "loss_mask": torch.tensor([[False, True, True, True]]),
+            "logprobs": torch.tensor([[0.0, -2.0, -2.0, -2.0]], dtype=torch.float64),
+            "versions": torch.tensor([[-1, 3, 2, 0]]),
+            "prox_version": torch.tensor([3]),
+            "advantages": torch.ones(1, 4, dtype=torch.float64),
+            "loss_weights": torch.ones(1, 4, dtype=torch.float64),
+        },
+        batch_size=[1],
+    )
+    objective = PolicyObjective(
+        policy_kwargs={"clip_low": 10.0, "clip_high": 10.0}, interpolates=True
+    )
+    loss, _ = objective({"train_logprobs": logprobs}, batch)
+    # log ratio = (1 - alpha) * (policy - sampler), alpha = age / (age + 1): 1, 1/2 and 1/4.
+    ratios = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64).exp()
+    assert loss.item() == pytest.approx(-float(ratios.sum()))
+    loss.backward()
+    # Only the policy's own log-probability moves the ratio: no gradient through the other end.
+    torch.testing.assert_close(logprobs.grad[0, 1:], -ratios)
+
+    weighted = PolicyObjective(
+        policy_kwargs={"clip_low": 10.0, "clip_high": 10.0},
+        interpolates=True,
+        correction="tis",
+        correction_kwargs={"cap": 1.5},
+    )
+    loss, metrics = weighted({"train_logprobs": logprobs.detach()}, batch)
+    # w = pi_prox / pi_sampler = exp(alpha * 1), at most 1.5.
+    w = torch.tensor([0.0, 0.5, 0.75], dtype=torch.float64).exp().clamp(max=1.5)
+    assert loss.item() == pytest.approx(-float((w * ratios).sum()))
+    assert float(metrics["behaviour/weight_mean"].value) == pytest.approx(float(w.mean()))

@@ -37,3 +37,15 @@ def test_the_digest_is_that_of_the_whole_file(tmp_path, monkeypatch):
 def test_a_dtype_without_a_name_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"w: dtype torch.complex128"):
         write_safetensors(tmp_path / "f", {"w": torch.zeros(2, dtype=torch.complex128)}, {})
+
+
+def test_a_file_may_be_replaced_by_tensors_that_are_mapped_from_it(tmp_path):
+    path = tmp_path / "file.safetensors"
+    write_safetensors(path, {"w": torch.arange(5000.0)}, {})
+    mapped = torch.from_file(str(path), size=path.stat().st_size // 4, dtype=torch.float32)
+    expected = mapped.clone()
+    write_safetensors(path, {"w": mapped}, {})
+    with safe_open(str(path), framework="pt") as file:
+        found = file.get_tensor("w")
+    assert found.view(torch.uint8).equal(expected.view(torch.uint8))
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]

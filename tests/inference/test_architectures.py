@@ -218,3 +218,52 @@ def test_bf16_layers_compute_many_rows_in_full_precision_and_few_near_it() -> No
             assert found.dtype == torch.bfloat16
             gap = (found.double() - exact[:count]).abs().max()
             assert gap <= 2**-8 * exact.abs().max()
+
+
+def test_layers_with_the_same_input_are_one_product_and_keep_their_own_results() -> None:
+    class Attention(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q_proj = torch.nn.Linear(24, 32)
+            self.k_proj = torch.nn.Linear(24, 16)
+            self.v_proj = torch.nn.Linear(24, 16)
+
+    if not can_pack(torch.device("cpu"), torch.float32):
+        pytest.skip("no packed product here")
+    model = Attention()
+    one, other = torch.randn(5, 24), torch.randn(5, 24)
+    layers = (model.q_proj, model.k_proj, model.v_proj)
+    with torch.inference_mode():
+        expected = {id(x): [layer(x) for layer in layers] for x in (one, other)}
+        PackedLinears(model)
+        for order in ([(one, 0), (one, 1), (one, 2)], [(one, 2), (other, 1), (one, 0), (one, 0)]):
+            for x, index in order:
+                found = layers[index](x)
+                torch.testing.assert_close(found, expected[id(x)][index], rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_passes_of_many_rows_stay_in_full_precision_and_cache_in_bf16() -> None:
+    """Against the same weights in fp32: nearer than bf16 between layers could be."""
+    if not can_pack(torch.device("cpu"), torch.bfloat16):
+        pytest.skip("no packed product here")
+    reference, model = pair(CONFIGS[0])
+    model = model.bfloat16()
+    reference = reference.bfloat16().float()
+    core = EmbeddedCore(
+        model,
+        ModelLimits(VOCABULARY, 128, (EOS,), None),
+        WeightVersion("inc", 0),
+        CoreOptions(20, is_fast=True),
+    )
+    given = [
+        request((3 + i, 4, 5, 6), seed=i, max_new_tokens=4, ignore_eos=True) for i in range(20)
+    ]
+    responses = run(core, given)
+    stored = {item.dtype for store in core._cache.stores() for item in store.values()}
+    assert stored == {torch.bfloat16}
+    gaps = []
+    for item, response in zip(given, responses, strict=True):
+        theirs = score_with(reference, item.input_ids, response.output_tokens)
+        pairs = zip(response.output_logprobs, theirs, strict=True)
+        gaps += [abs(a - float(b)) for a, b in pairs]
+    assert sum(gaps) / len(gaps) < 0.02

@@ -318,7 +318,17 @@ def test_a_request_survives_the_way_to_the_child() -> None:
     assert decode_request(json.loads(json.dumps(encode_request(item)))) == item
 
 
-def test_the_child_is_told_its_threads() -> None:
+def test_the_child_is_told_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And how long they look for work, which this process's own wait policy would override."""
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     environment = child_environment(3)
     assert environment["OMP_NUM_THREADS"] == "3"
-    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert "OMP_WAIT_POLICY" not in environment
+    assert int(environment["GOMP_SPINCOUNT"]) < 10**6
+
+
+def test_how_long_threads_look_for_work_is_left_to_the_user(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert child_environment(1)["GOMP_SPINCOUNT"] == "7"

@@ -30,23 +30,36 @@ CONFIG = TrainConfig(
 SIMPO = PairObjective("simpo", beta=2.0)
 
 
+OPENED = []
+
+
 def led(here, body, *, before_following=lambda: None):
     """Run ``body`` on the first rank with the other one behind it; both get what it returns."""
+
+    def run():
+        try:
+            return body() or {}
+        finally:
+            while OPENED:
+                OPENED.pop().destroy()
+
     if here.is_first:
-        return leading(CONFIG, lambda: body() or {})
+        return leading(CONFIG, run)
     with StopSignal() as stop:
         before_following()
         return follow(CONFIG, stop)
 
 
 def group_of(here, *, model_type="language_model", lora=None):
-    return open_engine(
+    engine = open_engine(
         model_type,
         CONFIG,
         model_path=here.models["plain"],
         lora=lora,
         ft_spec=FinetuneSpec(1, 100, 1),
     )
+    OPENED.append(engine)
+    return engine
 
 
 def local_of(here, **options):
@@ -102,7 +115,6 @@ def whole_batches_are_trained_as_by_one_process(here):
         assert (batches[0] == before).all()
         assert group.get_data_parallel_size() == 2
         assert_same_steps(found, trained(local_of(here), batches, sft_loss))
-        group.destroy()
 
     led(here, body)
 

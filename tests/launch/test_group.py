@@ -50,7 +50,7 @@ def test_on_two_ranks(outcomes, check):
         RewardObjective(center_coef=0.1),
         Likeliest(4),
     ],
-    ids=str,
+    ids=lambda function: getattr(function, "__name__", type(function).__name__),
 )
 def test_a_loss_is_the_same_behind_its_name(function):
     assert from_json(json.loads(json.dumps(to_json(function)))) == function

@@ -129,3 +129,12 @@ def test_no_more_than_half_a_step_is_saved_up() -> None:
     for now in range(100):
         budget.handed_over(float(now))
     assert budget.left_s == pytest.approx(0.5)
+
+
+def test_what_gets_ready_while_a_batch_is_held_does_not_lower_the_limit() -> None:
+    pacer = Pacer(100, batch_size=8)
+    pacer.held()
+    pacer.served(left_ready=20)
+    assert pacer.limit == 100
+    pacer.served(left_ready=3)
+    assert pacer.limit == 97

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 
-from tandem.config.reward import RewardConfig
+from tandem.config.reward import RewardConfig, RewardPartConfig
 from tandem.errors import ConfigError
 from tandem.rollout.rewards import BUILT_IN, last_number, load_function
 from tandem.rollout.scoring import Reward, RewardError, checked_score, load_reward
@@ -210,3 +211,47 @@ def test_workflows_load_by_name_and_get_what_they_ask_for(tmp_path: Path) -> Non
         load_workflow(f"{file}:Mine", seed=3, trns=2)
     with pytest.raises(ConfigError, match="made a int"):
         load_workflow(f"{file}:other", seed=3)
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        (r"so \boxed{\frac{1}{2}}", "0.5", 1),
+        (r"It is $x^2+2x+1$.", "(x+1)^2", 1),
+        (r"It is $x^2+2x-1$.", "(x+1)^2", 0),
+        (r"\boxed{-\frac12}", r"$\frac{1}{2}$", 0),
+        ("the answer is 1,200", "1200", 1),
+        ("7", "8", 0),
+        ("no idea", "8", 0),
+        (r"\boxed{", "8", 0),
+    ],
+)
+def test_mathematics_is_compared_as_algebra(completion, answer, expected):
+    assert BUILT_IN["math"]("p", completion, (), (), answer=answer) == expected
+
+
+def test_an_answer_that_is_no_mathematics_is_the_datas_fault():
+    with pytest.raises(ConfigError, match="reward math"):
+        BUILT_IN["math"]("p", "$1$", (), (), answer="$$")
+
+
+def test_algebra_runs_in_a_process_that_can_be_killed():
+    with pytest.raises(ValidationError, match=r"reward\.process=true"):
+        RewardConfig(name="math")
+    with pytest.raises(ValidationError, match=r"reward\.process=true"):
+        RewardConfig(parts={"right": RewardPartConfig(name="math")})
+    reward = load_reward(RewardConfig(name="math", process=True))
+    try:
+        assert score(reward, r"\boxed{\frac{3}{6}}", answer="1/2") == 1.0
+    finally:
+        reward.pool.close()
+
+
+def test_a_format_is_that_of_the_whole_completion():
+    thought = "<think>a\nb</think>\n<answer>3</answer>"
+    assert score(named("format"), thought) == 1.0
+    assert score(named("format"), thought + "!") == 0.0
+    assert score(named("format", pattern=r"[a-z]+"), "abc") == 1.0
+    assert score(named("format", pattern=r"[a-z]+"), "abC") == 0.0
+    with pytest.raises(ConfigError, match=r"reward\.kwargs\.pattern"):
+        score(named("format", pattern="("), "abc")

@@ -281,3 +281,22 @@ def test_a_run_can_be_prolonged(bed: Bed):
     run_rl(bed.config("steps=5"), resume=True)
     run_rl(bed.config("steps=5", name="reference"))
     assert_same_run(bed.run_dir(), bed.run_dir("reference"), 5)
+
+
+def test_a_resumed_run_may_begin_its_schedule_anew(bed: Bed):
+    schedule = ("train.schedule=linear", "train.warmup_steps=4")
+    run_rl(bed.config("steps=2", *schedule))
+    run_rl(bed.config("steps=4", *schedule, "train.restart_schedule=true"), resume=True)
+    rates = [row["actor/lr"] for row in metrics(bed.run_dir()) if "actor/lr" in row]
+    assert rates[2:] == pytest.approx(rates[:2])
+    assert rates[1] > rates[0]
+
+
+def test_so_may_a_supervised_one(sft_bed: Bed):
+    schedule = ("sft.train.schedule=linear", "sft.train.warmup_steps=8")
+    run_sft(sft_bed.config("sft.steps=4", *schedule))
+    restarted = (*schedule, "sft.train.restart_schedule=true")
+    run_sft(sft_bed.config("sft.steps=7", *restarted), resume=True)
+    rates = [row["sft/lr"] for row in metrics(sft_bed.run_dir()) if "sft/lr" in row]
+    assert rates[4:] == pytest.approx(rates[:3])
+    assert rates[1] > rates[0]

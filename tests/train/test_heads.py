@@ -16,7 +16,7 @@ from tandem.errors import CapabilityError, DataError
 from tandem.train import EngineRegistry, LocalTrainEngine
 from tandem.types import FinetuneSpec, Metric, SaveLoadMeta
 from tests.tolerance import tolerance
-from tests.train.conftest import VOCABULARY, left_padded, make_batch, make_rows
+from tests.train.conftest import VOCABULARY, left_padded, make_batch, make_rows, nll
 
 LENGTHS = [9, 5, 7]
 TYPES = ("value_model", "reward_model")
@@ -407,3 +407,25 @@ def test_peft_reads_the_adapter_with_its_head(make_head_engine, model_path, tmp_
     train(again)
     with again.reference():
         assert torch.equal(outputs_of(again), start)
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_head_on_a_language_models_adapter_is_new(
+    make_head_engine, make_engine, tmp_path, model_type
+):
+    policy = make_engine(lora=LoraConfig(rank=4), lr=2e-2)
+    policy.train_batch(make_batch(LENGTHS), nll)
+    policy.save(SaveLoadMeta(str(tmp_path / "policy"), weight_format="adapter"))
+    policy.save(SaveLoadMeta(str(tmp_path / "merged")))
+    started = LoraConfig(adapter_path=str(tmp_path / "policy"))
+    engine = make_head_engine(model_type, lora=started)
+    torch.testing.assert_close(
+        outputs_of(engine),
+        outputs_of(make_head_engine(model_type, tmp_path / "merged")),
+        rtol=1e-4,
+        atol=10 * tolerance(torch.float32)["atol"],
+    )
+    train(engine)
+    engine.save(SaveLoadMeta(str(tmp_path / "head"), weight_format="adapter"))
+    again = make_head_engine(model_type, lora=LoraConfig(adapter_path=str(tmp_path / "head")))
+    assert torch.equal(outputs_of(again), outputs_of(engine))

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 import torch
 from peft import PeftModel
@@ -171,3 +173,14 @@ def test_a_tied_model_with_an_adapter_exports_its_embeddings_once(make_engine, t
     assert "lm_head.weight" not in {spec.name for spec in engine.get_param_specs()}
     engine.save(SaveLoadMeta(str(tmp_path / "merged")))
     torch.testing.assert_close(plain_scores(tmp_path / "merged"), scores(engine), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("option", ["lora_bias", "use_dora"])
+def test_an_adapter_that_is_more_than_two_matrices_is_refused(make_engine, tmp_path, option):
+    """Merged weights would leave its other part out, and the sampler would be another policy."""
+    path = tmp_path / "a"
+    trained(make_engine).save(SaveLoadMeta(str(path), weight_format="adapter"))
+    file = path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {option: True}))
+    with pytest.raises(ConfigError, match=f"{option}=true"):
+        make_engine(lora=LoraConfig(adapter_path=str(path)))

@@ -6,11 +6,10 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tandem.algorithms.objective import PolicyObjective
+from tandem.algorithms.objective import PolicyObjective, Recorder
 from tandem.config import AlgorithmConfig, TrainConfig
 from tandem.train import EngineRegistry
 from tandem.trainers.rl_batch import (
-    Recorder,
     build_objective,
     minibatches,
     rollout_metrics,
@@ -180,3 +179,31 @@ def test_single_step_equals_a_separate_pass_for_prox(tiny_model_dir):
     assert norm == pytest.approx(other_norm, rel=1e-6)
     assert norm > 0.1
     assert torch.allclose(weights, other_weights, atol=1e-6)
+
+
+def test_a_trajectory_of_several_rows_counts_once():
+    batch = make_batch([2, 3, 1, 4], episodes=[1, 1, 1, 1])
+    batch["sample_ids"] = torch.tensor([7, 7, 7, 3])
+    batch["rewards"] = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    batch["truncated"] = torch.tensor([False, False, True, False])
+    metrics = rollout_metrics(batch)
+    # By hand: two trajectories, of 2 + 3 + 1 and of 4 tokens.
+    assert metrics["reward/mean"] == 0.5
+    assert metrics["reward/std"] == 0.5
+    assert metrics["response_length/mean"] == 5.0
+    assert metrics["response_length/max"] == 6.0
+    assert metrics["response_length/truncated_fraction"] == 0.5
+
+
+def test_entropy_is_measured_when_asked_for_and_changes_nothing():
+    quiet = build_objective(AlgorithmConfig())
+    loud = build_objective(AlgorithmConfig(log_entropy=True))
+    assert quiet.required_outputs == {"train_logprobs"}
+    assert loud.required_outputs == {"train_logprobs", "entropy"}
+    batch = make_batch([2, 3], episodes=[1, 2])
+    (minibatch,) = minibatches(batch, AlgorithmConfig())
+    logprobs = torch.full(batch["logprobs"].shape, -1.0, requires_grad=True)
+    outputs = {"train_logprobs": logprobs, "entropy": torch.full_like(logprobs, 0.25)}
+    loss, metrics = loud(outputs, minibatch)
+    assert metrics["actor/entropy"].value.item() == 0.25
+    assert torch.equal(loss.detach(), quiet(outputs, minibatch)[0].detach())

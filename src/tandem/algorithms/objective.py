@@ -52,6 +52,7 @@ class PolicyObjective:
     kl_estimator: str = "k3"
     kl_gradient: KLGradient = "auto"
     entropy_coef: float = 0.0
+    measures_entropy: bool = False
     distill_coef: float = 0.0
     divergence: str = "reverse"
     single_step: bool = False
@@ -73,7 +74,8 @@ class PolicyObjective:
 
     @property
     def required_outputs(self) -> frozenset[str]:
-        wanted = {"entropy": self.entropy_coef, "candidate_logprobs": self.distill_coef}
+        has_entropy = self.entropy_coef or self.measures_entropy
+        wanted = {"entropy": has_entropy, "candidate_logprobs": self.distill_coef}
         return frozenset({"train_logprobs", *(name for name, coef in wanted.items() if coef)})
 
     def __call__(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -45,15 +46,28 @@ def write_safetensors(
 ) -> str:
     """Write contiguous tensors; returns the SHA-256 of the file, which is not yet durable.
 
+    It appears at once: an old file, which the tensors may still be mapped from, stays until then.
+
     Raises:
         OSError: the file cannot be written.
         CheckpointError: a dtype that the format does not have.
     """
     # Larger elements first: every tensor then lies at a multiple of its element size.
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
+    pieces = _pieces(_header(ordered, metadata), [tensor for _, tensor in ordered])
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        digest = _write_pieces(partial, pieces)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return digest
+
+
+def _write_pieces(path: Path, pieces: Iterator[memoryview]) -> str:
     digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(1) as digesting:
-        for piece in _pieces(_header(ordered, metadata), [tensor for _, tensor in ordered]):
+        for piece in pieces:
             # Both leave the interpreter to other threads while they work on a piece.
             digested = digesting.submit(digest.update, piece)
             rest = piece

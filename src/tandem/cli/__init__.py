@@ -79,8 +79,9 @@ def _root(
 def main() -> None:
     """Entry point of the ``tandem`` command; ends the process with the exit code."""
     # Read when torch loads: idle threads that spin would starve a generator on the same cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     arguments = sys.argv[1:]
+    if arguments[:1] != ["bench"]:  # Where nothing else is to run meanwhile.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
     rest = [item for item in own if item != "--debug"] + arguments[len(own) :]

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.config import load_config, resolve_recipe, to_yaml
 from tandem.errors import ConfigError
 
 CONFIG_FILE = "config.yaml"
@@ -39,14 +38,20 @@ def find_config(name: str) -> Path:
         return path / CONFIG_FILE
     if path.exists() or path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
         return path
+    from tandem.config import resolve_recipe
+
     return resolve_recipe(name)
 
 
 def read_config(name: str, overrides: Sequence[str] | None, *, kind: str | None) -> Any:
+    from tandem.config import load_config
+
     return load_config(find_config(name), overrides or (), kind=kind)
 
 
 def print_config(config: Any) -> None:
+    from tandem.config import to_yaml
+
     typer.echo(to_yaml(config), nl=False)
 
 

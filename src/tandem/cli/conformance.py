@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.config.load import parse_overrides
 from tandem.errors import ConfigError
 
 
@@ -75,6 +74,8 @@ def train_changes(overrides: list[str], degrees: dict[str, int]) -> dict[str, An
     Raises:
         ConfigError: an override is not ``train.KEY=VALUE``.
     """
+    from tandem.config.load import parse_overrides
+
     data = parse_overrides(overrides)
     if other := sorted(data.keys() - {"train"}):
         raise ConfigError(f"override {other[0]}: only keys of train can be changed here")

@@ -10,7 +10,6 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.config import DataConfig
 from tandem.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ def lint(
     """
     if max_length is not None and model is None:
         raise ConfigError("--max-length needs --model: lengths are counted in tokens")
+    from tandem.config import DataConfig
+
     config = DataConfig(
         source=_source(file),
         path=str(file),

@@ -19,8 +19,6 @@ from tandem.cli.configs import (
     find_model,
     print_config,
 )
-from tandem.config import load_config
-from tandem.config.parse import parse_yaml
 from tandem.errors import ConfigError
 
 _BARE = {"kind": "eval", "model": {}, "eval": {}}
@@ -64,6 +62,8 @@ def evaluate(
     """Measure a model on held-out problems: avg@k, pass@k and maj@k with 95 % intervals."""
     source, model_dir = _locate(target, model)
     changes = [*_of_model(model_dir), *_of_options(samples, data, reward), *(overrides or [])]
+    from tandem.config import load_config
+
     config = load_config(source, changes)
     if dry_run:
         print_config(config)
@@ -92,6 +92,8 @@ def _locate(target: str, model: str | None) -> tuple[Path | Mapping[str, Any], P
 
 def _is_of_pairs(file: Path) -> bool:
     """Whether a run's data are pairs, on which nothing is generated: of use is its model alone."""
+    from tandem.config.parse import parse_yaml
+
     try:
         saved = parse_yaml(file.read_text(encoding="utf-8"))
     except OSError as error:

@@ -17,7 +17,6 @@ from rich.markup import escape
 from rich.text import Text
 
 from tandem.cli.configs import find_model
-from tandem.config import InferenceConfig
 from tandem.errors import ConfigError, DataError
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse
 
@@ -133,6 +132,7 @@ class Writer:
     """A model that completes texts, open as long as the context."""
 
     def __init__(self, path: Path, config: GenerationConfig, dtype: str, *, chat: bool) -> None:
+        from tandem.config import InferenceConfig
         from tandem.inference.embedded import EmbeddedBackend
         from tandem.models.loading import load_tokenizer
 

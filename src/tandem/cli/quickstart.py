@@ -10,7 +10,6 @@ from typing import Annotated
 import typer
 
 from tandem.cli.configs import CONFIG_FILE, DryRun, Overrides, Resume, print_config
-from tandem.config import load_config, resolve_recipe
 from tandem.errors import ConfigError
 
 
@@ -24,6 +23,8 @@ def quickstart(
     changes = list(overrides or ())
     if seed is not None:
         changes.append(f"run.seed={seed}")
+    from tandem.config import load_config, resolve_recipe
+
     recipe = resolve_recipe("quickstart")
     config = load_config(recipe, changes, kind="rl")
     if not any(change.startswith("run.name=") for change in changes):

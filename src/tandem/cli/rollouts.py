@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -14,8 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.errors import ConfigError, DataError
-from tandem.store import STORE_FILE, Content, Query, SqliteStore, StoredEpisode
 from tandem.types import EPISODE_STRIDE, EpisodeState
+
+if TYPE_CHECKING:
+    from tandem.store import Content, Query, SqliteStore, StoredEpisode
 
 COLUMNS = (
     "episode",
@@ -60,6 +62,8 @@ def rollouts(
     ] = None,
 ) -> None:
     """List, show or export what a run rolled out."""
+    from tandem.store import Query
+
     query = Query(
         states=frozenset(state) if state else None,
         episode_id=None if episode is None else parse_episode(episode),
@@ -93,6 +97,8 @@ def parse_episode(text: str) -> int:
 def _opened(run_dir: Path) -> Iterator[SqliteStore]:
     if not run_dir.is_dir():
         raise ConfigError(f"run directory {str(run_dir)!r}: there is none")
+    from tandem.store import STORE_FILE, SqliteStore
+
     store = SqliteStore(run_dir / STORE_FILE, read_only=True)
     try:
         yield store

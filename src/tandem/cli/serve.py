@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 
 from tandem.cli.configs import find_model
-from tandem.config import InferenceConfig, RolloutConfig
 from tandem.errors import CapabilityError, ConfigError
 from tandem.types import GenerationConfig
 
@@ -44,6 +43,7 @@ def serve(
             f"tandem serve: {error.name} is not installed; install it with: "
             "pip install 'tandem-rl[serve]'"
         ) from error
+    from tandem.config import InferenceConfig, RolloutConfig
     from tandem.models.loading import load_tokenizer
     from tandem.rollout import EmbeddedInferenceEngine
 

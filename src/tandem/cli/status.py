@@ -11,9 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from tandem.errors import ConfigError
-from tandem.observe import read_metrics, read_summary, text_plot
-from tandem.observe.status import is_alive, read_status
-from tandem.rollout.snapshot import RolloutSnapshot
 
 CURVES = ("reward/mean", "sft/loss", "dpo/loss", "reward_model/loss")
 """The first one that the run has is drawn."""
@@ -27,6 +24,8 @@ def status(
     """Show what a run does now, its last step, its checkpoints and its curve."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"run directory {str(run_dir)!r}: no run there (no config.yaml)")
+    from tandem.observe import read_metrics, read_summary, text_plot
+
     console = Console(soft_wrap=True)
     summary = read_summary(run_dir)
     console.print(Text(f"{run_dir}: {'finished' if summary else 'not finished'}", style="bold"))
@@ -56,6 +55,9 @@ def status(
 
 def _print_now(console: Console, run_dir: Path) -> None:
     """Who waits for what, queue depths, capacity and ages, as the run wrote them last."""
+    from tandem.observe.status import is_alive, read_status
+    from tandem.rollout.snapshot import RolloutSnapshot
+
     now = read_status(run_dir)
     if now is None:
         return

@@ -96,6 +96,9 @@ class AlgorithmConfig(Section):
     )
     kl_horizon: PositiveInt = Field(10_000, description="responses over which kl_coef adapts")
     entropy_coef: NonNegativeFloat = 0.0
+    log_entropy: bool = Field(
+        False, description="the metric actor/entropy also without entropy_coef; costs some time"
+    )
     epochs: PositiveInt = 1
     minibatches: PositiveInt = 1
     mask_truncated: bool = False

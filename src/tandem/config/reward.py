@@ -63,6 +63,12 @@ class RewardConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _algebra_needs_a_process(self) -> Self:
+        if not self.process and "math" in {self.name, *(part.name for part in self.parts.values())}:
+            raise ValueError("reward.name=math can take for ever; it needs reward.process=true")
+        return self
+
+    @model_validator(mode="after")
     def _parts_are_all(self) -> Self:
         if not self.parts:
             return self

@@ -82,6 +82,9 @@ class OptimizerConfig(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegativeInt = 0
     min_lr_ratio: Fraction = 0.0
+    restart_schedule: bool = Field(
+        False, description="a resume with true begins the schedule anew; weights and state go on"
+    )
     max_skipped_in_row: PositiveInt = Field(
         10, description="non-finite steps in a row before TrainingDiverged"
     )
@@ -216,8 +219,8 @@ class RolloutConfig(Section):
     stale_policy: Literal["drop", "mask", "wait", "pace"] = Field(
         "wait",
         description="episodes with tokens older than max_staleness: drop them; mask those tokens; "
-        "wait for running episodes before they get too old; pace: mask, and run as few episodes at "
-        "once as keep the trainer busy, so that little gets old",
+        "wait for running episodes before they get too old; pace: mask, run as few episodes at "
+        "once as keep the trainer busy, and wait a little, so that little gets old",
     )
     workflow: str = "single_turn"
     workflow_kwargs: dict[str, Any] = {}

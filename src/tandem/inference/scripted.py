@@ -72,8 +72,8 @@ class ScriptedOptions:
 
     ``logprob`` is that of every token, or a function of the version that makes it. ``latency_s`` is
     the time of a token on ``clock``, or a function of the request it is for. ``param_specs`` is the
-    model that updates must fit (``None``: any manifest is taken, digests are verified all the
-    same). ``refuse`` names options to refuse beyond ``UNHONOURED``, such as ``seed``.
+    model that updates must fit (``None``: any manifest is taken; digests are verified in any case).
+    ``refuse`` names options to refuse beyond ``UNHONOURED``, such as ``seed``.
     """
 
     vocab_size: int = 256

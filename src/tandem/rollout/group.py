@@ -204,9 +204,8 @@ class GroupWorkflow(RolloutWorkflow):
             made = await self.sample(engine, episode, prompt_ids, index)
         except SampleError as error:
             nothing = Completion(episode.get("prompt"), "", prompt_ids, ())
-            return Trajectory(
-                index, [TokenRow.of(prompt_ids)], "", nothing, reward=None, error=error
-            )
+            row = TokenRow.of(prompt_ids)
+            return Trajectory(index, [row], "", nothing, reward=None, error=error)
         is_due = self.is_scored_by_reward and not self.reward.sees_group
         if is_due and made.reward is not None and made.error is None:
             try:

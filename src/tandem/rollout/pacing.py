@@ -29,6 +29,7 @@ class Pacer:
         self._batch_size = batch_size
         self._limit = float(self._most)
         self._has_waited = False
+        self._was_held = False
 
     @property
     def limit(self) -> int:
@@ -38,14 +39,18 @@ class Pacer:
         """A batch was asked for and there are not enough ready episodes."""
         self._has_waited = True
 
+    def held(self) -> None:
+        """A full batch waits for older episodes; what gets ready meanwhile says nothing."""
+        self._was_held = True
+
     def served(self, left_ready: int) -> None:
         """A batch was handed over; ``left_ready`` episodes were not needed for it."""
         if self._has_waited:
             self._limit = min(float(self._most), self._limit * _GROWTH)
-        elif left_ready > _SPARE * self._batch_size:
+        elif not self._was_held and left_ready > _SPARE * self._batch_size:
             decay = _FAST_DECAY if left_ready >= self._batch_size else _DECAY
             self._limit = max(1.0, self._limit * decay)
-        self._has_waited = False
+        self._has_waited = self._was_held = False
 
 
 class HoldBudget:

@@ -123,6 +123,7 @@ class Pipeline:
         del self.runs[run.episode_id]
         with contextlib.suppress(ValueError):
             self.queue.remove(run)
+        self._loop.enough.notify_all()
         return state, reason
 
     # --- running (rollout thread) -----------------------------------------------------------------
@@ -193,12 +194,10 @@ class Pipeline:
 
     def _fail(self, run: Run, error: BaseException) -> Outcome:
         self.faults.failed(error)
-        self._loop.enough.notify_all()
         return self._close(run, EpisodeState.FAILED, describe_error(error))
 
     def _reject(self, run: Run, reason: str) -> Outcome:
         self.faults.rejected(reason)
-        self._loop.enough.notify_all()
         return self._close(run, EpisodeState.REJECTED, reason)
 
     def _judge(self, run: Run, accept: ShouldAccept | None) -> Outcome:
@@ -271,7 +270,6 @@ class Pipeline:
             raise DataError(f"reject ({reason}): no open episodes with the ids {unknown}")
         for episode_id in episode_ids:
             self._close(self.runs[episode_id], EpisodeState.REJECTED, reason)
-        self._loop.enough.notify_all()
         self.wake()
 
     # --- checkpoints (lock held) ------------------------------------------------------------------

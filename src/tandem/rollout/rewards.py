@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
@@ -107,6 +108,67 @@ def gsm8k(
     if expected is None:
         raise ConfigError(f"reward gsm8k: the answer {answer!r} has no number after ####")
     return float(_equal(last_number(completion.rsplit("####", 1)[-1]), expected, 0.0))
+
+
+def math(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    answer: Any,
+    **data: Any,
+) -> float:
+    """1 when the completion's LaTeX (in ``\\boxed``, or the last in dollars) equals the answer's.
+
+    Equality is symbolic (``math-verify``, extra ``math``). Without LaTeX in the completion its last
+    number counts. Algebra can take for ever, so this one needs ``reward.process=true``.
+    """
+    found = _latex(completion)
+    if not found:
+        expected = last_number(str(answer))
+        return float(expected is not None and _equal(last_number(completion), expected, 1e-6))
+    text = str(answer)
+    expected_latex = _latex(text if "$" in text or "\\boxed" in text else f"${text}$")
+    if not expected_latex:
+        raise ConfigError(
+            f"reward math: the answer {answer!r} is no LaTeX expression and no number"
+        )
+    from math_verify import verify
+
+    # The deadline is the worker's; math-verify's own works in a main thread only.
+    return float(verify(expected_latex, found, timeout_seconds=None))
+
+
+def _latex(text: str) -> list[Any]:
+    """What math-verify's LaTeX grammar reads; its other parsers evaluate Python and stay unused."""
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    try:
+        from math_verify import LatexExtractionConfig, parse
+    except ImportError as error:
+        raise ConfigError(
+            "reward math: needs math-verify; pip install 'tandem-rl[math]'"
+        ) from error
+    found: list[Any] = parse(
+        text, extraction_config=[LatexExtractionConfig()], parsing_timeout=None
+    )
+    return found
+
+
+def matches_format(
+    prompt: Any,
+    completion: str,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    *,
+    pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*",
+    **data: Any,
+) -> float:
+    """1 when the whole completion matches the regular expression; a dot matches line ends too."""
+    try:
+        return float(re.fullmatch(pattern, completion, re.DOTALL) is not None)
+    except re.error as error:
+        raise ConfigError(f"reward.kwargs.pattern: got {pattern!r}: {error}") from error
 
 
 def reasoning_gym(
@@ -209,7 +271,9 @@ BUILT_IN: dict[str, RewardFunction] = {
     "concise_answer": concise_answer,
     "contains_answer": contains_answer,
     "exact_match": exact_match,
+    "format": matches_format,
     "gsm8k": gsm8k,
+    "math": math,
     "model": model,
     "numeric_match": numeric_match,
     "reasoning_gym": reasoning_gym,

@@ -204,6 +204,7 @@ class SimulatedRuntime(Runtime):
     """Everything in the thread that calls; ``start_s`` is where the clock begins."""
 
     def __init__(self, start_s: float = 0.0) -> None:
+        # What a simulation does not do (sockets, signals, processes) raises NotImplementedError.
         self.events = VirtualLoop(start_s)  # type: ignore[abstract]
         self.lock = SimulatedCondition(self.events)
         self._is_running = False

@@ -197,6 +197,8 @@ class StalenessLedger:
             return None
         ready.sort(key=lambda item: (item[1].birth, item[1].finished))
         if hold and self._must_hold([e for _, e in ready[count:]], version):
+            if self._pacer is not None:
+                self._pacer.held()
             return None
         if self._pacer is not None:
             self._pacer.served(len(ready) - count)
@@ -268,9 +270,11 @@ class StalenessLedger:
         return entry
 
     def _check(self) -> None:
-        assert self._counts.total() == self.submitted, (self._counts, self.submitted)
-        open_count = sum(self._counts[state] for state in OPEN_STATES)
-        assert open_count == len(self._open), (self._counts, len(self._open))
+        counts = self._counts
+        assert sum(counts.values()) == self.submitted, (counts, self.submitted)
+        places = counts[_S.RUNNING] + counts[_S.READY] + counts[_S.IN_TRAINING]
+        open_count = counts[_S.QUEUED] + places
+        assert open_count == len(self._open), (counts, len(self._open))
 
     # checkpoints
 

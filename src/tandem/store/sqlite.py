@@ -102,8 +102,9 @@ _COLUMNS = (
 )
 _INSERT = f"INSERT INTO episodes ({_COLUMNS}, size_bytes) VALUES "
 _INSERT_CONTENT = "INSERT INTO contents VALUES "
-_MAX_ROWS = 128
-"""Of one statement: every statement lets another thread in, which costs more than a row."""
+_MAX_ROWS = 50
+"""Of one statement, whose variables old SQLites bound at 999. Every statement lets another thread
+in, which costs more than a row."""
 _INSERT_EVENT = "INSERT INTO events (at, incarnation, version, kind, detail) VALUES (?, ?, ?, ?, ?)"
 _MOVES = {
     state: "UPDATE episodes SET state = ?, reason = ?, step = ?, closed_version = ? "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import statistics
 import subprocess
 import time
@@ -23,11 +24,15 @@ from transformers import AutoModelForCausalLM
 
 from tandem.config import InferenceConfig
 from tandem.errors import ConfigError, EngineError
-from tandem.inference.embedded import EmbeddedBackend
+from tandem.inference.embedded import ChildBackend
 from tandem.models.directories import quiet_transformers
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse
 
 Prompts = Sequence[Sequence[int]]
+WARM_UP_TOKENS = 4
+SETTLE_S = 0.1
+"""Between two turns: threads of an OpenMP library look for work for some milliseconds before they
+sleep, and would take the next engine's core."""
 VLLM_PEER = Path(__file__).with_name("vllm_peer.py")
 
 
@@ -45,6 +50,8 @@ class SpeedPlan:
     compile: Literal["auto", "off", "on"] = "off"
     with_transformers: bool = True
     vllm: str | None = None
+    limit_s: float | None = None
+    """No new round begins after so many seconds."""
 
 
 class Peer(Protocol):
@@ -64,6 +71,7 @@ def measure_speed(
         EngineError: vLLM did not start.
     """
     torch.set_num_threads(plan.threads)
+    deadline = time.perf_counter() + (float("inf") if plan.limit_s is None else plan.limit_s)
     ours = EmbeddedPeer(model_dir, plan)
     peers: dict[str, Peer] = {"tandem": ours}
     try:
@@ -74,7 +82,8 @@ def measure_speed(
         rows = []
         for count in plan.concurrent:
             progress(f"{count} concurrent")
-            rows.append(_measure(count, ours, peers, plan))
+            rows.append(_measure(count, ours, peers, plan, deadline))
+            progress(json.dumps(rows[-1]))
     finally:
         for peer in peers.values():
             peer.close()
@@ -94,20 +103,24 @@ def measure_speed(
 
 
 def _measure(
-    count: int, ours: EmbeddedPeer, peers: Mapping[str, Peer], plan: SpeedPlan
+    count: int, ours: EmbeddedPeer, peers: Mapping[str, Peer], plan: SpeedPlan, deadline: float
 ) -> dict[str, Any]:
-    """One warm-up of each engine, then ``repeats`` rounds in turn, each with prompts of its own."""
+    """One short warm-up of each engine, then rounds in turn, each with prompts of its own."""
     rates: dict[str, list[float]] = {name: [] for name in peers}
     responses: list[LLMResponse] = []
     for repeat in range(plan.repeats + 1):
+        if repeat > 1 and time.perf_counter() > deadline:
+            break
         prompts = ours.prompts(count, plan.prompt_tokens, seed=1000 * count + repeat)
         for name, peer in peers.items():
-            seconds = peer.run(prompts, plan.new_tokens)
+            time.sleep(SETTLE_S)
+            seconds = peer.run(prompts, plan.new_tokens if repeat else WARM_UP_TOKENS)
             if repeat:
                 rates[name].append(count * plan.new_tokens / seconds)
         if repeat:
             responses += ours.responses
-    row: dict[str, Any] = {"concurrent": count, "latency": latencies(responses)}
+    row: dict[str, Any] = {"concurrent": count, "rounds": len(rates["tandem"])}
+    row["latency"] = latencies(responses)
     for name, found in rates.items():
         row[name] = {
             "max_tokens_per_s": round(max(found), 1),
@@ -115,7 +128,9 @@ def _measure(
         }
         if name != "tandem":
             pairs = zip(rates["tandem"], found, strict=True)
-            row[f"over_{name}"] = round(statistics.median(a / b for a, b in pairs), 2)
+            ratios = [a / b for a, b in pairs]
+            row[f"over_{name}"] = round(statistics.median(ratios), 2)
+            row[f"over_{name}_min"] = round(min(ratios), 2)
     return row
 
 
@@ -146,17 +161,17 @@ def read_seconds(size_bytes: int, repeats: int = 5) -> float:
 
 
 class EmbeddedPeer:
-    """The engine of this library, as a thread of this process."""
+    """The engine of this library, in a child process as in a run."""
 
     def __init__(self, model_dir: str, plan: SpeedPlan) -> None:
         config = InferenceConfig(
-            mode="inprocess",
+            threads=plan.threads,
             dtype=plan.dtype,
             numerics=plan.numerics,
             compile=plan.compile,
             max_batch_size=max(plan.concurrent),
         )
-        self._backend = EmbeddedBackend(config, model_dir, "bench")
+        self._backend = ChildBackend(config, model_dir, "bench")
         self._backend.start()
         with quiet_transformers():
             stored = AutoModelForCausalLM.from_pretrained(model_dir, dtype=plan.dtype)
@@ -231,7 +246,10 @@ class TransformersPeer:
 
 
 class VLLMPeer:
-    """vLLM's offline engine in a process of its own environment; it answers line by line."""
+    """vLLM's offline engine in processes of its own environment; it answers line by line.
+
+    They stand still between turns, because they look for work without a pause.
+    """
 
     def __init__(self, python: str, model_dir: str, plan: SpeedPlan) -> None:
         settings = {
@@ -256,6 +274,7 @@ class VLLMPeer:
                 stdout=subprocess.PIPE,
                 env=environment,
                 text=True,
+                start_new_session=True,
             )
         except OSError as error:
             raise ConfigError(f"vllm {python!r}: {error.strerror}; name a python") from None
@@ -264,18 +283,24 @@ class VLLMPeer:
         except EngineError:
             self.close()
             raise
+        os.killpg(self._process.pid, signal.SIGSTOP)
 
     def run(self, prompts: Prompts, new_tokens: int) -> float:
         assert self._process.stdin is not None
+        os.killpg(self._process.pid, signal.SIGCONT)
         print(
             json.dumps({"prompts": prompts, "new_tokens": new_tokens}),
             file=self._process.stdin,
             flush=True,
         )
-        return float(self._answer()["seconds"])
+        seconds = float(self._answer()["seconds"])
+        os.killpg(self._process.pid, signal.SIGSTOP)
+        return seconds
 
     def close(self) -> None:
         """It ends with its input."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGCONT)
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
                 stream.close()

@@ -648,7 +648,7 @@ class TrainEngine(ABC):
 
     def restore_counters(self, counters: dict[str, Any]) -> None:
         self._version = counters["version"]
-        self._schedule_step = counters["schedule_step"]
+        self._schedule_step = 0 if self.config.restart_schedule else counters["schedule_step"]
         self.skipped_steps = counters["skipped_steps"]
         self._skipped_in_row = counters["skipped_in_row"]
 

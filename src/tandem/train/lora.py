@@ -29,10 +29,12 @@ def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
     """Put an fp32 adapter into ``model``, freeze the rest, and return the peft configuration.
 
     A scalar head is trained in full, in fp32, and belongs to the adapter (``modules_to_save``).
-    With ``adapter_path`` the adapter starts from that file, whose own configuration wins.
+    With ``adapter_path`` the adapter starts from that file, whose own configuration wins; the head
+    of a model that starts from a language model's adapter, which has none, is as it was.
 
     Raises:
-        ConfigError: no adapter there, or a target module that the model does not have.
+        ConfigError: no adapter there, one that cannot be merged into weights, or a target module
+            that the model does not have.
         DataError: the file's tensors do not fit.
     """
     head = head_name(model)
@@ -52,6 +54,9 @@ def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
                 f"lora.adapter_path: {config.adapter_path!r} has no adapter_config.json"
             )
         peft_config = peft.LoraConfig.from_pretrained(config.adapter_path)
+        _check_mergeable(peft_config, config.adapter_path)
+        has_head = peft_config.task_type != "CAUSAL_LM"
+        peft_config.task_type = task_type(model)
         peft_config.inference_mode = False
         peft_config.modules_to_save = None  # peft would wrap the head, which is one parameter here
     with torch.random.fork_rng():
@@ -68,8 +73,20 @@ def inject_adapter(model: Any, config: LoraConfig, *, seed: int) -> Any:
     if head is not None:
         peft_config.modules_to_save = [head]
     if config.adapter_path is not None:
-        _copy(adapter_tensors(model), read_adapter(model, config.adapter_path))
+        found = read_adapter(model, config.adapter_path, with_head=has_head)
+        own = adapter_tensors(model)
+        _copy({name: own[name] for name in found}, found)
     return peft_config
+
+
+def _check_mergeable(peft_config: Any, path: str) -> None:
+    """What is more than a product of two matrices has no place in the weights that are served."""
+    for name in ("lora_bias", "use_dora"):
+        if getattr(peft_config, name, False):
+            raise ConfigError(
+                f"lora.adapter_path: {path!r} has {name}=true, allowed: false; merge it into its "
+                "base with peft and start from that model"
+            )
 
 
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
@@ -150,8 +167,9 @@ def save_adapter(tensors: Mapping[str, Tensor], peft_config: Any, path: Path) ->
     peft_config.save_pretrained(str(path))
 
 
-def read_adapter(model: Any, path: str) -> dict[str, Tensor]:
-    """The tensors of an adapter file, if they fit the adapter of ``model``.
+def read_adapter(model: Any, path: str, *, with_head: bool = True) -> dict[str, Tensor]:
+    """The tensors of an adapter file, if they fit the adapter of ``model``; its head is not looked
+    for without ``with_head``.
 
     Raises:
         ConfigError: there is no safetensors file.
@@ -161,6 +179,9 @@ def read_adapter(model: Any, path: str) -> dict[str, Tensor]:
     if not file.is_file():
         raise ConfigError(f"adapter {path!r} has no {_FILE} (other formats are not read)")
     found, own = load_file(file), adapter_tensors(model)
+    if not with_head:
+        head = head_tensors(model)
+        own = {name: tensor for name, tensor in own.items() if name not in head}
     problems = [f"{name} is missing" for name in sorted(own.keys() - found.keys())]
     problems += [f"{name} is unexpected" for name in sorted(found.keys() - own.keys())]
     problems += [

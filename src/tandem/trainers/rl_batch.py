@@ -42,6 +42,7 @@ def build_objective(
         kl_coef=0.0 if config.kl_in_reward else config.kl_coef,
         kl_estimator=kl_estimator(config),
         entropy_coef=config.entropy_coef,
+        measures_entropy=config.log_entropy,
         distill_coef=teacher.coef if teacher and has_teacher_term else 0.0,
         divergence=teacher.divergence if teacher else "reverse",
         single_step=is_single_step(config),

@@ -42,7 +42,11 @@ class Child:
         self._writing = threading.Lock()
 
     def serve(self) -> int:
-        """Load the model, answer until the input ends, return the exit code."""
+        """Load the model, answer until the input ends, return the exit code.
+
+        Steps run in the thread that loaded the model: OpenMP keeps threads for each of its callers,
+        and once they are more than the cores it lets them sleep between any two operations.
+        """
         first = read_frame(self._source)
         if first is None:
             return 0
@@ -59,11 +63,18 @@ class Child:
             self._send({"type": "refused", **encode_error(error)})
             return error.exit_code
         self._loop = CoreLoop(core, deliver=self._deliver, die=self._die)
-        self._loop.start()
+        threading.Thread(target=self._read, name="tandem-frames", daemon=True).start()
         self._send({"type": "ready"})
-        while (frame := read_frame(self._source)) is not None:
-            self._handle(frame)
+        self._loop.run()
         return 0
+
+    def _read(self) -> None:
+        try:
+            while (frame := read_frame(self._source)) is not None:
+                self._handle(frame)
+        except Exception as error:
+            self._die(error)
+        self._loop.close()
 
     def _handle(self, frame: Frame) -> None:
         match frame["type"]:

@@ -164,7 +164,7 @@ class _Packed:
             return self.apply(x)
         if self._input is not x or index not in self._outputs:
             self._input = x
-            self._outputs = dict(enumerate(self.apply(x).split(self._sizes, dim=-1)))
+            self._outputs = dict(enumerate(self.apply(x).split_with_sizes(self._sizes, dim=-1)))
         output = self._outputs.pop(index)
         if not self._outputs:
             self._input = None

@@ -36,9 +36,10 @@ class CoreLoop:
         self._calls: deque[_Call[Any]] = deque()
         self._failure: Exception | None = None
         self._is_closing = False
-        self._thread = threading.Thread(target=self._run, name="tandem-generate", daemon=True)
+        self._thread = threading.Thread(target=self.run, name="tandem-generate", daemon=True)
 
     def start(self) -> None:
+        """Step in a thread of its own."""
         self._thread.start()
 
     def close(self) -> None:
@@ -99,7 +100,8 @@ class CoreLoop:
         if self._is_closing:
             raise EngineError("the generation backend is closed; start a new one")
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Step in this thread, until ``close`` or an error."""
         try:
             while self._wait():
                 self._at_border()

@@ -125,7 +125,9 @@ def tensor_parallel(bench: Bench) -> Figure:
 
 
 def sequence_parallel(bench: Bench) -> Figure:
-    return _model_parallel(bench, "sequence")
+    """Of all rows in one pack, and of each alone, so that borders lie inside of rows."""
+    whole = _model_parallel(bench, "sequence")
+    return [*whole, *_model_parallel(bench, "sequence", microbatch_size=1)]
 
 
 def checkpointing(bench: Bench) -> Figure:
@@ -165,11 +167,11 @@ def _two_steps(bench: Bench, **config: Any) -> dict[str, Any]:
         return weights(engine)
 
 
-def _model_parallel(bench: Bench, axis: str) -> Figure:
+def _model_parallel(bench: Bench, axis: str, **config: Any) -> Figure:
     degree = bench.subject.degree(axis)
     if degree == 1:
         raise NotApplicable(f"train.parallel.{axis} is 1; run with --{axis} N")
-    with bench.engine() as engine:
+    with bench.engine(**config) as engine:
         data_ranks = engine.get_data_parallel_size()
         batch = bench.shard(engine, bench.batch)
         found = one_pass(engine, batch, bench.case)
@@ -178,10 +180,11 @@ def _model_parallel(bench: Bench, axis: str) -> Figure:
     with bench.oracle() as oracle:
         expected = oracle.forward(take(bench.batch, mine))[bench.subject.output]
     most = bench.subject.world // degree
+    label = ", ".join(filter(None, (f"{axis} {degree}", _label(config))))
     return [
         count("ranks of one group count as one", [f"{data_ranks}"] if data_ranks > most else []),
-        bench.output_part(f"outputs at {axis} {degree}", outputs, expected),
-        *bench.compare(f"{axis} {degree}", found, bench.expected()),
+        bench.output_part(f"outputs at {label}", outputs, expected),
+        *bench.compare(label, found, bench.expected()),
     ]
 
 

@@ -1,0 +1,239 @@
+"""Parts of ``inference.py`` that are checks: start-up, greedy tokens, a long queue, and the pause
+of a child process at an update of its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tandem.config import InferenceConfig
+from tandem.inference.embedded import ChildBackend
+from tandem.inference.embedded.build import build_core
+from tandem.inference.embedded.core import EmbeddedCore
+from tandem.inference.memory import rss_bytes
+from tandem.types import GenerationConfig, LLMRequest, LLMResponse, ParamSpec, WeightUpdateMeta
+from tandem.weights import publish, release
+
+CLOSE = 1e-4
+"""Two best logits that lie nearer than this may be told apart by rounding."""
+GENERATE = """
+import asyncio, sys, time
+from tandem.config import InferenceConfig
+from tandem.inference.embedded import EmbeddedBackend
+from tandem.types import GenerationConfig, LLMRequest
+backend = EmbeddedBackend(InferenceConfig(mode="inprocess", dtype=sys.argv[2]), sys.argv[1], "b")
+backend.start()
+request = LLMRequest("0", tuple(range(5, 69)), GenerationConfig(max_new_tokens=1))
+asyncio.run(backend.generate(request))
+backend.close()
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table; ``met`` says whether the figure reaches the goal."""
+
+    measure: str
+    path: str
+    figure: str
+    goal: str
+    met: bool
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model(self) -> str:
+        return Path(self.path).name
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "path": self.model, "met": "yes" if self.met else "no"}
+
+
+def request(core: EmbeddedCore, index: int, prompt: int, new: int, **options: Any) -> LLMRequest:
+    """Random ids that depend on ``index`` only."""
+    generator = torch.Generator().manual_seed(index)
+    ids = torch.randint(3, core.limits.vocab_size, (prompt,), generator=generator).tolist()
+    config = GenerationConfig(max_new_tokens=new, ignore_eos=True, **{"seed": index, **options})
+    return LLMRequest(str(index), tuple(ids), config)
+
+
+def startup(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    """From the start of the interpreter; an empty program's time is taken off imports."""
+    commands = {
+        "nothing": ["-c", "pass"],
+        "import of tandem": ["-c", "import tandem"],
+        "tandem --help": ["-m", "tandem", "--help"],
+        "first token from a cold start": ["-c", GENERATE, path, options.dtype],
+    }
+    goals = {"import of tandem": 0.15, "tandem --help": 0.3, "first token from a cold start": 5.0}
+    times: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(options.repeats):
+        for name, command in commands.items():
+            begun = time.perf_counter()
+            subprocess.run([sys.executable, *command], check=True, stdout=subprocess.DEVNULL)
+            times[name].append(time.perf_counter() - begun)
+    empty = min(times["nothing"])
+    for name, goal in goals.items():
+        taken = [item - empty if name == "import of tandem" else item for item in times[name]]
+        middle = statistics.median(taken)
+        text = f"{middle:.2f} s (least {min(taken):.2f})"
+        yield Row(name, path, text, f"<= {goal} s", middle <= goal, {"seconds": taken})
+
+
+def greedy(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    """Greedy tokens in fp32 beside ``generate``, prompt by prompt of 64 to 256 tokens."""
+    core = build_core(InferenceConfig(), path, "bench")
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    theirs.generation_config.eos_token_id = None
+    equal = close = compared = 0
+    deadline = time.perf_counter() + options.limit
+    numbers = range(options.first, options.first + options.prompts)
+    for first in range(numbers.start, numbers.stop, 32):
+        if time.perf_counter() > deadline:
+            break
+        requests = [
+            request(core, number, 64 + number % 193, options.new, temperature=0.0)
+            for number in range(first, min(first + 32, numbers.stop))
+        ]
+        made: dict[int, LLMResponse] = {}
+        for ticket, item in enumerate(requests):
+            core.add(ticket, item)
+        while core.has_work:
+            for done in core.step():
+                assert isinstance(done.outcome, LLMResponse)
+                made[done.ticket] = done.outcome
+        for ticket, item in enumerate(requests):
+            verdict = _same(theirs, item, made[ticket].output_tokens)
+            equal, close, compared = equal + verdict[0], close + verdict[1], compared + 1
+    text = f"{equal} of {compared} equal, {close} within {CLOSE:g}"
+    details = {"equal": equal, "close": close, "compared": compared, "first": options.first}
+    met = equal + close == compared and close <= 5
+    name = f"greedy tokens, {options.new} new, prompts from {options.first} on"
+    yield Row(name, path, text, "all; at most 5 close", met, details)
+
+
+@torch.inference_mode()
+def _same(model: Any, item: LLMRequest, ours: list[int]) -> tuple[bool, bool]:
+    """Whether the tokens are equal; if not, whether the two best logits were close there."""
+    ids = torch.tensor([item.input_ids])
+    made = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        max_new_tokens=len(ours),
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    expected = made.sequences[0, ids.shape[1] :].tolist()
+    if expected == list(ours):
+        return True, False
+    at = next(i for i, (a, b) in enumerate(zip(ours, expected, strict=True)) if a != b)
+    best = made.logits[at][0].topk(2).values
+    return False, bool(best[0] - best[1] < CLOSE)
+
+
+def queue(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    """2,000 requests on a cache of 50 requests' size."""
+    prompt, new, total = 32, 16, 2000
+    config = InferenceConfig(
+        dtype=options.dtype,
+        numerics=options.numerics,
+        cache_tokens=50 * (prompt + new),
+        max_context=prompt + new,
+        prefix_cache_mib=16,
+    )
+    core = build_core(config, path, "bench")
+    for index in range(total):
+        core.add(index, request(core, index, prompt, new))
+    finished, early, begun = 0, 0, time.perf_counter()
+    while core.has_work:
+        finished += sum(isinstance(item.outcome, LLMResponse) for item in core.step())
+        if not early and finished >= total // 10:
+            gc.collect()
+            early = rss_bytes()
+    core.check()
+    seconds = time.perf_counter() - begun
+    grown = (rss_bytes() - early) / 2**20
+    text = f"{finished} finished, blocks accounted for, {grown:+.0f} MiB after the first tenth"
+    details = {"finished": finished, "grown_mib": grown, "seconds": seconds}
+    details["preempted"] = core.counters.preempted
+    met = finished == total and grown < 64
+    yield Row("2,000 queued on a cache of 50", path, text, "all, memory flat", met, details)
+
+
+def child_swap(path: str, options: argparse.Namespace) -> Iterator[Row]:
+    """The longest gap between two tokens of 16 running requests, with an update in it."""
+    for kept in ("keep", "recompute"):
+        found = asyncio.run(_child_swap(path, options, kept))
+        text = f"{found['stall_ms']:.0f} ms beyond a gap of {found['gap_ms']:.0f}, "
+        text += f"{found['over_copy']:.1f} x memcpy"
+        met = found["stall_ms"] <= found["gap_ms"] + 5
+        yield Row(f"swap in a child process, {kept}", path, text, "<= a step + 5 ms", met, found)
+
+
+async def _child_swap(path: str, options: argparse.Namespace, kept: str) -> dict[str, float]:
+    config = InferenceConfig(
+        dtype=options.dtype,
+        numerics=options.numerics,
+        threads=options.threads,
+        kv_on_update=kept,  # type: ignore[arg-type]
+    )
+    backend = ChildBackend(config, path, "bench")
+    backend.start()
+    dtype = torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
+    stored = load_file(Path(path) / "model.safetensors")
+    tensors = {name: item.to(dtype).contiguous() for name, item in stored.items()}
+    specs = [ParamSpec(n, tuple(t.shape), options.dtype) for n, t in tensors.items()]
+    prompt = GenerationConfig(max_new_tokens=40, ignore_eos=True)
+    stalls, gaps = [], []
+    try:
+        for version in range(1, options.repeats + 1):
+            requests = [LLMRequest(str(i), tuple(range(5 + i, 37 + i)), prompt) for i in range(16)]
+            running = [asyncio.ensure_future(backend.generate(item)) for item in requests]
+            await asyncio.sleep(0.2)
+            meta = WeightUpdateMeta("shared_memory", version, incarnation="bench", channel="child")
+            update = backend.update_weights(meta)
+            await asyncio.to_thread(publish, meta, specs, tensors.items())
+            await asyncio.wrap_future(update)
+            itl = [(await item).itl for item in running]
+            longest = [max(item) for item in itl]
+            middle = statistics.median(gap for item in itl for gap in item)
+            stalls.append(statistics.median(longest) - middle)
+            gaps.append(middle)
+    finally:
+        backend.close()
+        release("child")
+    copies = []
+    for _ in range(options.repeats):
+        begun = time.perf_counter()
+        _ = [item.clone() for item in tensors.values()]
+        copies.append(time.perf_counter() - begun)
+    return {
+        "stall_ms": 1e3 * statistics.median(stalls),
+        "stall_min_ms": 1e3 * min(stalls),
+        "gap_ms": 1e3 * statistics.median(gaps),
+        "copy_ms": 1e3 * min(copies),
+        "over_copy": min(stalls) / min(copies),
+    }
+
+
+CHECKS: dict[str, Callable[[str, argparse.Namespace], Iterator[Row]]] = {
+    "startup": startup,
+    "greedy": greedy,
+    "queue": queue,
+    "child_swap": child_swap,
+}
