@@ -257,6 +257,25 @@ def test_a_program_finds_its_gateway_in_the_environment(run: Any, tmp_path: Path
         engine.rollout_batch([Prompt(0, 0, {**PROMPT.data, "prompt": "fail"})], workflow)
 
 
+LEAVES_A_CHILD = """
+import subprocess, sys
+child = subprocess.Popen(["sleep", "600"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+print(child.pid, file=open(sys.argv[1], "w"))
+"""
+
+
+def test_what_a_program_leaves_running_ends_with_its_sample(run: Any, tmp_path: Path) -> None:
+    file, pid_file = tmp_path / "program.py", tmp_path / "pid"
+    file.write_text(LEAVES_A_CHILD)
+    settings = {"command": [sys.executable, str(file), str(pid_file)], "scored_by": "reward"}
+    engine, workflow = run(turns("hi<eos>"), None, **settings)
+    with pytest.raises(RolloutError, match="no completion"):
+        engine.rollout_batch([PROMPT], workflow)
+    status = Path(f"/proc/{pid_file.read_text().strip()}/stat")
+    # Gone, or a zombie that its new parent has yet to collect.
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 def test_settings_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     settings: dict[str, Any] = {
         "reward": lambda *_: 1.0,

@@ -209,11 +209,11 @@ class Gateway:
             wants_logprobs = asked.logprobs is not None and asked.logprobs is not False
             head = Head(asked.model, is_chat, wants_logprobs)
             if not asked.stream:
-                work = asyncio.ensure_future(_answered(answer(session, asked, head)))
+                work = _begun(answer(session, asked, head))
                 return JSONResponse((await _or_gone(request, work)).whole())
             texts = session.texts(asked)
             stream = AnswerStream(head, session.tokenizer, texts, include_usage=asked.include_usage)
-            work = asyncio.ensure_future(_answered(answer(session, asked, head, stream.hear)))
+            work = _begun(answer(session, asked, head, stream.hear))
             return await _streamed(request, work, stream)
         except RequestError as error:
             return _refusal(error)
@@ -248,6 +248,13 @@ class _Streaming(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._work.cancel()
+
+
+def _begun(answer: Coroutine[Any, Any, Answer]) -> asyncio.Future[Answer]:
+    """An answer in the making. Its error may find nobody left to hear it."""
+    work = asyncio.ensure_future(_answered(answer))
+    work.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return work
 
 
 async def _answered(answer: Coroutine[Any, Any, Answer]) -> Answer:
