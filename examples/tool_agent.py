@@ -4,8 +4,8 @@
     python examples/tool_agent.py workflow=tool_use   # the same task, the tool run by Tandem
     python examples/tool_agent.py prepare             # only write the model and the data
 
-It writes a tiny model with a chat template, demonstrations of which most look up the key with its
-letters swapped, prompts, and others for evaluation; the recipe ``agent`` and
+It writes a tiny model with a chat template, demonstrations of which most look up the first
+letter of the key only, prompts, and others for evaluation; the recipe ``agent`` and
 ``examples/tool_use.yaml`` train on them:
 
     tandem rl agent
@@ -109,8 +109,8 @@ def problem(key: str) -> dict[str, Any]:
 
 
 def demonstration(key: str, generator: random.Random) -> dict[str, Any]:
-    """A conversation in which, more often than not, the swapped key is looked up."""
-    used = key if generator.random() < 0.4 else key[::-1]
+    """A conversation in which, more often than not, the second letter is forgotten."""
+    used = key if generator.random() < 0.4 else key[:1]
     call = json.dumps({"name": "get", "arguments": {"key": used}}, separators=(",", ":"))
     said = (
         ("user", key),

@@ -46,7 +46,7 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 def encode_request(request: LLMRequest) -> Frame:
     """Without ``metadata``, which no backend reads; of ``on_tokens`` only that there is one."""
     options = {k: v for k, v in asdict(request.gconfig).items() if v != _NEUTRAL[k]}
-    frame = {"rid": request.rid, "ids": request.input_ids, "options": options}
+    frame: Frame = {"rid": request.rid, "ids": request.input_ids, "options": options}
     if request.on_tokens is not None:
         frame["streams"] = True
     return frame | {name: getattr(request, name) for name in _EXTRAS if getattr(request, name)}
