@@ -4,8 +4,8 @@
     python examples/tool_agent.py workflow=tool_use   # the same task, the tool run by Tandem
     python examples/tool_agent.py prepare             # only write the model and the data
 
-It writes a tiny model with a chat template, demonstrations of which most look up the first
-letter of the key only, prompts, and others for evaluation; the recipe ``agent`` and
+It writes a tiny model with a chat template, demonstrations of which most look up the first letter
+of the key only, prompts, and others for evaluation; the recipe ``agent`` and
 ``examples/tool_use.yaml`` train on them:
 
     tandem rl agent
