@@ -10,6 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.config import ModelConfig, TinyModelConfig
+from tandem.models.loading import resolve_model
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = "--threads 1 --repeats 2"
@@ -69,3 +74,30 @@ def test_checkpoint(tmp_path):
     assert figures["saving"]["blocked_over_copy"]["median"] > 0
     assert figures["saving"]["whole_over_raw_write"]["median"] > 0
     assert figures["training"]["steps_beside_a_save"] >= 0
+
+
+def test_heldout_loss_is_the_models_mean_cross_entropy(tmp_path):
+    tiny = TinyModelConfig(hidden_size=16, num_layers=1, intermediate_size=32)
+    model_dir = resolve_model(ModelConfig(tiny=tiny), seed=3, workdir=tmp_path)
+    rows = [("2+2=", "4"), ("3*5=", "15"), ("9-9=", "0")]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": q, "answer": a}) for q, a in rows))
+    plain = "data.chat=false {0}.data.prompt_template=null {0}.data.path=" + str(data)
+    options = " ".join(f"{name}.{plain.format(name)}" for name in ("sft", "eval"))
+    figures = run(
+        tmp_path, "heldout_loss.py", f"gsm8k-sft {model_dir} --set {options} sft.max_length=64"
+    )
+    found = figures["models"][model_dir]
+    model = AutoModelForCausalLM.from_pretrained(model_dir)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    nll = []
+    for question, answer in rows:
+        target = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
+        prompt = tokenizer.encode(question, add_special_tokens=False)
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *target]])).logits[0].double()
+        logprobs = torch.log_softmax(logits, -1)[len(prompt) - 1 : -1]
+        nll += (-logprobs[range(len(target)), target]).tolist()
+    assert found["tokens"] == len(nll) == 7
+    assert found["rows"] == 3
+    assert found["loss_per_token"] == pytest.approx(sum(nll) / 7, rel=1e-5)
