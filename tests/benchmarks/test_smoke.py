@@ -82,13 +82,11 @@ def test_heldout_loss_is_the_models_mean_cross_entropy(tmp_path):
     rows = [("2+2=", "4"), ("3*5=", "15"), ("9-9=", "0")]
     data = tmp_path / "rows.jsonl"
     data.write_text("\n".join(json.dumps({"prompt": q, "answer": a}) for q, a in rows))
-    recipe = {
-        "model": {"path": model_dir},
-        "sft": {"batch_size": 2, "max_length": 64, "data": {"source": "jsonl", "path": str(data)}},
-        "eval": {"data": {"source": "jsonl", "path": str(data)}},
-    }
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    figures = run(tmp_path, "heldout_loss.py", f"{tmp_path / 'recipe.yaml'} {model_dir}")
+    plain = "data.chat=false {0}.data.prompt_template=null {0}.data.path=" + str(data)
+    options = " ".join(f"{name}.{plain.format(name)}" for name in ("sft", "eval"))
+    figures = run(
+        tmp_path, "heldout_loss.py", f"gsm8k-sft {model_dir} --set {options} sft.max_length=64"
+    )
     found = figures["models"][model_dir]
     model = AutoModelForCausalLM.from_pretrained(model_dir)
     tokenizer = AutoTokenizer.from_pretrained(model_dir)

@@ -6,6 +6,7 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -331,15 +332,15 @@ def test_full_disk_while_saving_leaves_the_run_resumable(
     run_rl(bed.config("steps=4", "checkpoint.every=1", name="reference"))
     arguments = bed.arguments("steps=4", "checkpoint.every=1")
     with monkeypatch.context() as patch:
-        original = tensors.save_file
+        original = tensors.write_safetensors
 
-        def full(found: object, filename: str, **options: object) -> None:
-            if "step_2" in filename:
-                Path(filename).write_bytes(b"half a f")
-                raise OSError(errno.ENOSPC, "No space left on device", filename)
-            original(found, filename, **options)
+        def full(path: Path, *arguments: Any) -> str:
+            if "step_2" in str(path):
+                path.write_bytes(b"half a f")
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            return original(path, *arguments)
 
-        patch.setattr(tensors, "save_file", full)
+        patch.setattr(tensors, "write_safetensors", full)
         ended = tandem_command(*arguments)
     assert ended.code == CHECKPOINT
     assert "No space left on device" in ended.message

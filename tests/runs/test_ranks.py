@@ -85,7 +85,7 @@ def assert_same_numbers(bed: Bed, name: str, expected: str, num_steps: int) -> N
             "algorithm.minibatches=2",
             "critic.train.lr=3e-3",
             "critic.train.backend=fsdp",
-            "rollout.batch_size=3",
+            "rollout.batch_size=4",
         ),
         pytest.param(
             (

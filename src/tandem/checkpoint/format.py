@@ -5,6 +5,7 @@ Reading is the library's. Which tensors share memory is decided in ``tensors.py`
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -98,6 +99,8 @@ def _header(ordered: list[tuple[str, Tensor]], metadata: Mapping[str, str]) -> b
 def _pieces(header: bytes, tensors: list[Tensor]) -> Iterator[memoryview]:
     yield memoryview(header)
     for tensor in tensors:
-        content = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(content), _PIECE):
+        # A storage that was given to numpy cannot be resized any more, which offload needs.
+        host = tensor.detach().cpu()
+        content = memoryview((ctypes.c_char * host.nbytes).from_address(host.data_ptr())).cast("B")
+        for start in range(0, host.nbytes, _PIECE):
             yield content[start : start + _PIECE]

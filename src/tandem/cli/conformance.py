@@ -16,7 +16,7 @@ def conformance(
         list[str] | None,
         typer.Argument(
             metavar="[train.KEY=VALUE]...",
-            help="Changes to the train section, e.g. train.parallel.reshard=false.",
+            help="Changes to the train section, e.g. train.parallel.gather_per_microbatch=false.",
         ),
     ] = None,
     world: Annotated[int, typer.Option(min=1, help="Ranks, one process each.")] = 1,
