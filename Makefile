@@ -52,7 +52,7 @@ $(PEERS_VENV)/%/.installed: constraints.txt pyproject.toml tests/peers/%.txt tes
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(call PEER_PIP,$(@D)) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	$(call PEER_PIP,$(@D)) -e . pytest -r tests/peers/$*.txt
-	$(call PEER_PIP,$(@D)) --no-deps -r tests/peers/$*.alone.txt
+	$(@D)/bin/python -m pip install --disable-pip-version-check --quiet --no-deps -r tests/peers/$*.alone.txt
 	touch $@
 
 .PRECIOUS: $(PEERS_VENV)/%/.installed

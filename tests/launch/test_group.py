@@ -22,7 +22,8 @@ CHECKS = [
     checks.a_checkpoint_goes_from_one_process_to_the_group_and_back,
     checks.all_ranks_return_the_summary,
     checks.an_error_of_the_trainer_ends_all_ranks_with_its_kind,
-    checks.a_loss_that_fails_on_one_rank_ends_both_with_its_kind,
+    checks.a_loss_that_fails_on_the_first_rank_ends_both_with_its_kind,
+    checks.a_loss_that_fails_on_another_rank_ends_both_with_its_kind,
     checks.an_engine_whose_ranks_are_out_of_step_refuses_and_is_released,
     checks.a_signal_to_another_rank_reaches_the_first,
 ]
