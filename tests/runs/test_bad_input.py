@@ -6,7 +6,6 @@ import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -332,15 +331,15 @@ def test_full_disk_while_saving_leaves_the_run_resumable(
     run_rl(bed.config("steps=4", "checkpoint.every=1", name="reference"))
     arguments = bed.arguments("steps=4", "checkpoint.every=1")
     with monkeypatch.context() as patch:
-        original = tensors.write_safetensors
+        original = tensors.save_file
 
-        def full(path: Path, *arguments: Any) -> str:
-            if "step_2" in str(path):
-                path.write_bytes(b"half a f")
-                raise OSError(errno.ENOSPC, "No space left on device", str(path))
-            return original(path, *arguments)
+        def full(found: object, filename: str, **options: object) -> None:
+            if "step_2" in filename:
+                Path(filename).write_bytes(b"half a f")
+                raise OSError(errno.ENOSPC, "No space left on device", filename)
+            original(found, filename, **options)
 
-        patch.setattr(tensors, "write_safetensors", full)
+        patch.setattr(tensors, "save_file", full)
         ended = tandem_command(*arguments)
     assert ended.code == CHECKPOINT
     assert "No space left on device" in ended.message

@@ -1,4 +1,4 @@
-"""Saving while training goes on: tensors are copied into kept buffers, threads do the rest.
+"""Saving while training goes on: tensors are copied into kept buffers, a thread does the rest.
 
 What is written and when it counts belongs to ``save.py``; this is only who does it and when.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -20,24 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 class Deferral:
-    """Files under ``root`` that threads write, from copies, while their staging goes on."""
+    """Files under ``root`` that are written when the block of their staging has ended."""
 
     def __init__(self, root: Path, buffers: dict[str, dict[str, Tensor]]) -> None:
         self.root = root
-        self.digests: dict[Path, str] = {}
-        """SHA-256 of files that are durable already."""
         self._buffers = buffers
-        self._writing: dict[Path, Future[None]] = {}
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="checkpoint")
+        self._actions: list[Callable[[], None]] = []
 
-    def start(self, path: Path, write: Callable[[], None]) -> None:
-        """Write the file at ``path`` in a thread."""
-        self._writing[path.absolute()] = self._threads.submit(write)
+    def later(self, action: Callable[[], None]) -> None:
+        self._actions.append(action)
 
     def copied(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors as they are now, in memory that is kept for the next save of this file."""
-        if (earlier := self._writing.get(path.absolute())) is not None:
-            earlier.result()
         file = path.absolute().relative_to(self.root).as_posix()
         kept = self._buffers.get(file, {})
         copies = {name: _buffer(kept.get(name), tensor) for name, tensor in tensors.items()}
@@ -47,24 +41,16 @@ class Deferral:
                 copies[name].copy_(tensor)
         return copies
 
-    def finish(self) -> None:
-        """Until every file is written; raises what went wrong."""
-        try:
-            for writing in self._writing.values():
-                writing.result()
-        finally:
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Start no more, and wait for what is being written."""
-        self._threads.shutdown(cancel_futures=True)
+    def write(self) -> None:
+        for action in self._actions:
+            action()
 
 
 _OPEN: dict[Path, Deferral] = {}
 
 
 def deferral_at(path: Path) -> Deferral | None:
-    """The deferral that a file at ``path`` falls under; None: its caller writes it."""
+    """The deferral that a file at ``path`` falls under; None: it is written at once."""
     if not _OPEN:
         return None
     return next((_OPEN[parent] for parent in path.absolute().parents if parent in _OPEN), None)
@@ -116,7 +102,7 @@ class BackgroundWriter:
 
     @contextmanager
     def deferring(self, root: Path) -> Iterator[Deferral]:
-        """From now on threads write files under ``root``, from copies."""
+        """From now on tensors and state of files under ``root`` are copied and not yet written."""
         root = root.absolute()
         _OPEN[root] = deferral = Deferral(root, self._buffers)
         try:

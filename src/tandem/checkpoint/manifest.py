@@ -43,25 +43,21 @@ class CheckpointDir:
     extra: Mapping[str, Any]
 
 
-def write_manifest(
-    directory: Path, *, step: int, extra: Mapping[str, Any], digests: Mapping[Path, str]
-) -> None:
+def write_manifest(directory: Path, *, step: int, extra: Mapping[str, Any]) -> None:
     """Make every file of ``directory`` durable, then describe them all in a durable manifest.
 
-    ``extra`` is plain JSON, as ``encode`` makes it. Files with an entry in ``digests`` are durable.
+    ``extra`` is plain JSON, as ``encode`` makes it.
     """
     paths = list(_walk(directory))
-    known = {path: digests.get(path.absolute()) for path in paths}
     folders = [Path(folder) for folder, _, _ in os.walk(directory)]
     # The disk and the processor take about as long as each other, so they work at the same time.
     with ThreadPoolExecutor(1) as disk:
-        waiting = [path for path in paths if known[path] is None]
-        durable = [disk.submit(sync, path) for path in (*waiting, *folders)]
+        durable = [disk.submit(sync, path) for path in (*paths, *folders)]
         files = [
             {
                 "name": path.relative_to(directory).as_posix(),
                 "size": path.stat().st_size,
-                "sha256": known[path] or sha256_file(path),
+                "sha256": sha256_file(path),
             }
             for path in paths
         ]

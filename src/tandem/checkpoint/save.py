@@ -89,14 +89,11 @@ def staging(
     except OSError as error:
         raise _write_error(target, error) from error
     opened = Staging(scratch.path, step)
-    deferral: Deferral | None = None
     try:
         with background.deferring(scratch.path) if background else nullcontext() as deferral:
             yield opened
         extra = encode(dict(opened.manifest_extra), where="manifest_extra")
     except BaseException as error:
-        if deferral is not None:
-            deferral.abandon()
         _discard(scratch)
         if isinstance(error, OSError | SafetensorError):
             raise _write_error(target, error) from error
@@ -120,9 +117,8 @@ def _finish(
     """From files, or what is to become files, to a checkpoint that counts."""
     try:
         if deferral is not None:
-            deferral.finish()
-        digests = {} if deferral is None else deferral.digests
-        write_manifest(scratch.path, step=step, extra=extra, digests=digests)
+            deferral.write()
+        write_manifest(scratch.path, step=step, extra=extra)
         _land(scratch.path, target)
     except (OSError, SafetensorError) as error:
         raise _write_error(target, error) from error

@@ -23,7 +23,7 @@ from tandem.files import write_durably
 def write_state(path: Path | str, obj: Any, *, allow_nonfinite: bool = False) -> None:
     """Write ``obj`` durably and at once: a reader sees the old file or the whole new one.
 
-    Inside a staging with a background writer a thread writes it.
+    Inside a staging with a background writer the file appears when the block has ended.
 
     Raises:
         CheckpointError: ``obj`` holds a type that would not come back as itself, or NaN or an
@@ -36,7 +36,7 @@ def write_state(path: Path | str, obj: Any, *, allow_nonfinite: bool = False) ->
     if deferral is None:
         _write(path, encoded)
     else:
-        deferral.start(path, partial(_write, path, encoded))
+        deferral.later(partial(_write, path, encoded))
 
 
 def _write(path: Path, encoded: Any) -> None:

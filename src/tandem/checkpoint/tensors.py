@@ -12,12 +12,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tandem.checkpoint.background import deferral_at
-from tandem.checkpoint.format import write_safetensors
 from tandem.errors import CheckpointError
-from tandem.files import sync
 
 _TIED = "tandem.tied"
 
@@ -25,7 +24,7 @@ _TIED = "tandem.tied"
 def write_tensors(path: Path | str, tensors: Mapping[str, Tensor]) -> None:
     """Write ``tensors``; names that are the same memory are written once and tied again on reading.
 
-    Inside a staging with a background writer they are copied, and a thread writes them.
+    Inside a staging with a background writer they are copied, and written when the block has ended.
 
     Raises:
         CheckpointError: the file cannot be written.
@@ -42,25 +41,16 @@ def write_tensors(path: Path | str, tensors: Mapping[str, Tensor]) -> None:
             tied[name] = first
     deferral = deferral_at(path)
     if deferral is not None:
-        copies = deferral.copied(path, stored)
-        deferral.start(path, partial(_write_durably, path, copies, tied, deferral.digests))
+        deferral.later(partial(_save, path, deferral.copied(path, stored), tied))
         return
     used: set[int] = set()
-    _write(path, {name: _own_memory(tensor, used) for name, tensor in stored.items()}, tied)
+    _save(path, {name: _own_memory(tensor, used) for name, tensor in stored.items()}, tied)
 
 
-def _write_durably(
-    path: Path, stored: Mapping[str, Tensor], tied: Mapping[str, str], digests: dict[Path, str]
-) -> None:
-    digest = _write(path, stored, tied)
-    sync(path)
-    digests[path.absolute()] = digest
-
-
-def _write(path: Path, stored: Mapping[str, Tensor], tied: Mapping[str, str]) -> str:
+def _save(path: Path, stored: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
     try:
-        return write_safetensors(path, stored, {"format": "pt", _TIED: json.dumps(tied)})
-    except OSError as error:
+        save_file(dict(stored), str(path), metadata={"format": "pt", _TIED: json.dumps(tied)})
+    except (SafetensorError, OSError) as error:
         size = sum(tensor.nbytes for tensor in stored.values())
         raise CheckpointError(
             f"{path}: cannot write {size} bytes of tensors ({error}); free disk space or choose "
