@@ -231,3 +231,71 @@ def test_ipo_on_sums_and_on_means():
     assert preference_loss(averaged, "ipo", beta=0.1).item() == pytest.approx(23.04)
     with pytest.raises(DataError, match="got only one"):
         preference_margin(one, zero, zero, zero, len_chosen=torch.tensor([5]))
+
+
+D = [[0.3, -0.5, 0.45, 9.0], [0.5, -0.6, 0.05, 9.0]]
+"""Log-ratios of two responses of three tokens; the fourth is outside the mask."""
+A = (2.0, -1.0)
+
+
+def sapo_slope(d, advantage):
+    tau = 1.0 if advantage > 0 else 1.05
+    gate = 1 / (1 + math.exp(-tau * (math.exp(d) - 1)))
+    return -4 * advantage * math.exp(d) * gate * (1 - gate)
+
+
+def gmpo_slopes(row, advantage):
+    held = [max(-0.4, d) if advantage < 0 else min(0.4, d) for d in row]
+    mean = math.exp(sum(held) / 3)
+    return [-advantage * mean * float(d == h) for d, h in zip(row, held, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "slopes"),
+    [
+        ("reinforce", {}, [[-2, -2, -2], [1, 1, 1]]),
+        (
+            "cispo",
+            {"clip_low": 0.2, "clip_high": 0.4},
+            [[-2 * math.exp(0.3), -1.6, -2.8], [1.4, 0.8, math.exp(0.05)]],
+        ),
+        ("sapo", {}, [[sapo_slope(d, a) for d in row[:3]] for row, a in zip(D, A, strict=True)]),
+        # p_old is 0.4: the third token of the first row and the second of the other have moved by
+        # 0.4 (exp(0.45) - 1) = 0.227 and 0.4 (1 - exp(-0.6)) = 0.180, the rest by less or back.
+        (
+            "dppo",
+            {},
+            [
+                [-2 * math.exp(0.3), -2 * math.exp(-0.5), 0.0],
+                [math.exp(0.5), 0.0, math.exp(0.05)],
+            ],
+        ),
+        ("gmpo", {}, [gmpo_slopes(row[:3], a) for row, a in zip(D, A, strict=True)]),
+        (
+            "clip_cov",
+            {"clip_high": 0.4},
+            [[0.0, -2 * math.exp(-0.5), 0.0], [math.exp(0.5), 0.0, math.exp(0.05)]],
+        ),
+        (
+            "kl_cov",
+            {"beta": 0.7},
+            [
+                [-2 * math.exp(0.3) + 0.7, -2 * math.exp(-0.5), -2 * math.exp(0.45)],
+                [math.exp(0.5), math.exp(-0.6), math.exp(0.05)],
+            ],
+        ),
+    ],
+)
+def test_gradients_away_from_the_old_policy_in_closed_form(name, params, slopes):
+    mask = torch.tensor([[True, True, True, False]] * 2)
+    old = torch.full((2, 4), math.log(0.4), dtype=torch.float64)
+    logprobs = (old + tensor(*D)).requires_grad_()
+    advantages = tensor([A[0]] * 4, [A[1]] * 4)
+    if name.endswith("_cov"):
+        selected = torch.zeros_like(mask)
+        selected[0, 0] = True
+        params = params | {"cov_selected": selected}
+    loss, _ = POLICY_LOSSES[name](logprobs, old, advantages, mask, **params)
+    loss.sum().backward()
+    assert logprobs.grad[:, 3].tolist() == [0.0, 0.0]
+    assert logprobs.grad[:, :3].tolist() == [pytest.approx(row) for row in slopes]
