@@ -149,6 +149,17 @@ def copies_with_a_deferred_reduction_equal_one_process(here):
     check_against_local(here, parallel={"replicate": 2, "reduce_per_microbatch": False})
 
 
+def an_adapters_dropout_is_of_training_only(here):
+    engine = here.engine(lora=LoraConfig(rank=4, dropout=0.5))
+    batch = share(engine, make_rows(LENGTHS))
+    first, second = (engine.forward(batch)["train_logprobs"] for _ in range(2))
+    assert torch.equal(first, second)
+    losses = {engine.forward_backward_batch(batch, nll).loss for _ in range(3)}
+    assert len(losses) == 1  # adapters start as the base: nothing to drop
+    engine.train_batch(batch, nll)
+    assert len({engine.forward_backward_batch(batch, nll).loss for _ in range(3)}) > 1
+
+
 def adapters_are_trained_as_by_one_process(here):
     check_against_local(here, lora=LoraConfig(rank=4))
 

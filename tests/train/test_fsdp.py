@@ -31,6 +31,7 @@ ON_TWO_RANKS = [
     checks.tensor_parallel_training_equals_one_process,
     checks.tensor_parallel_layers_recompute_and_defer,
     checks.adapters_on_divided_layers_are_trained_as_by_one_process,
+    checks.an_adapters_dropout_is_of_training_only,
     checks.blocks_that_do_not_divide_are_computed_whole,
     checks.values_and_scores_are_trained_as_by_one_process,
     checks.scalar_heads_compute_in_fp32_and_go_through_files,

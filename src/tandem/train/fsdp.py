@@ -173,7 +173,10 @@ class FSDPTrainEngine(TrainEngine):
         register_fsdp_forward_method(model, "score_rows")
 
     def _check_scores(self, model: Any, whole: Any) -> None:
-        """Compare the sharded model to the whole one on a few tokens."""
+        """Compare the sharded model to the whole one on a few tokens, without dropout."""
+        for each in (model, whole):
+            if each is not None:
+                each.eval()
         vocabulary = model.get_input_embeddings().weight.shape[0]
         ids = (torch.arange(11) * 7 % vocabulary)[None]
         rows = pack(ids, torch.ones_like(ids, dtype=torch.bool))
