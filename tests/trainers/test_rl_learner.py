@@ -155,3 +155,16 @@ def test_the_likeliest_tokens_are_those_of_the_teachers_own_distribution():
     assert ids[:, 1].tolist() == [[2, 1], [0, 2]]
     expected = logits.log_softmax(-1).gather(2, ids)
     torch.testing.assert_close(logprobs, expected)
+
+
+def test_batches_in_which_nothing_is_said_are_reported_once(caplog):
+    learner = Learner(config_of(), Known(train_logprobs=torch.zeros(2, 4)))  # type: ignore[arg-type]
+    said = rows()
+    empty = said.copy()
+    empty["loss_mask"] = torch.zeros_like(said["loss_mask"])
+    for batch in (empty, empty, said, empty, empty):
+        learner.prepare(batch)
+    assert "empty" not in caplog.text
+    for _ in range(3):
+        learner.prepare(empty)
+    assert caplog.text.count("every response of the last 3 batches was empty") == 1

@@ -10,6 +10,7 @@ any. Where batches come from and where weights go is the loop's matter (``rl``).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -55,6 +56,10 @@ from tandem.types import FinetuneSpec, LossFn
 Metrics = dict[str, float]
 
 STATE_FILE = "learner.json"
+EMPTY_IN_ROW = 3
+"""After that many batches in which nothing was said a person is told."""
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -74,6 +79,7 @@ class Learner:
     def __post_init__(self) -> None:
         self.kl_coef = self.config.algorithm.kl_coef
         self.objective = build_objective(self.config.algorithm, self.config.teacher)
+        self._empty_in_row = 0
 
     def learn(
         self,
@@ -109,6 +115,7 @@ class Learner:
         if self.reward_model is not None and self.config.reward_model is not None:
             metrics |= add_scores(batch, self.reward_model, self.config.reward_model.weight)
         metrics |= rollout_metrics(batch)
+        self._report_emptiness(metrics["response_length/empty_fraction"])
         parts = self.config.rollout.reward.part_weights
         if parts:
             metrics |= part_metrics(batch, parts, is_sum=algorithm.advantage == "gdpo")
@@ -127,6 +134,15 @@ class Learner:
             )
             metrics |= found
         return batch, metrics
+
+    def _report_emptiness(self, fraction: float) -> None:
+        self._empty_in_row = self._empty_in_row + 1 if fraction == 1.0 else 0
+        if self._empty_in_row == EMPTY_IN_ROW:
+            log.warning(
+                "every response of the last %d batches was empty: nothing is learnt. Look at the "
+                "reward of short answers, the stop tokens and rollout.generation",
+                EMPTY_IN_ROW,
+            )
 
     def _advantage_kwargs(self) -> dict[str, Any]:
         algorithm, given = self.config.algorithm, dict[str, Any]()
