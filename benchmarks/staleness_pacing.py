@@ -38,8 +38,8 @@ from tandem.rollout.rows import Staleness, join_rows
 from tandem.rollout.simulated import SimulatedRuntime
 from tandem.rollout.staleness import StalenessLedger
 from tandem.rollout.workflow import Episode, sample_seed
-from tandem.testing.simulation import rows_of
-from tandem.types import GenerationConfig, LLMRequest, Prompt, WeightVersion
+from tandem.testing.simulation import NumberedPrompts, rows_of
+from tandem.types import GenerationConfig, LLMRequest, WeightVersion
 
 MEAN, CAP_FACTOR, TRAIN_OVER_GENERATE, MAX_STALENESS = 20, 9.6, 1.2, 4
 CAP = round(MEAN * CAP_FACTOR)
@@ -100,14 +100,6 @@ class Tally:
         self.trajectories += len(made_B)
         old = (batch["versions"] >= 0) & (ages > MAX_STALENESS)
         self.over += int(old.any(-1).sum())
-
-
-class Prompts:
-    def __len__(self) -> int:
-        return 1 << 30
-
-    def prompt(self, epoch: int, position: int) -> Prompt:
-        return Prompt(epoch, position, {"prompt_ids": (3, 4)})
 
 
 class Answers(RolloutWorkflow):
@@ -174,7 +166,7 @@ def simulate(policy: str, arguments: argparse.Namespace, tail: str, decoder: str
             if version == arguments.steps // 10:
                 fresh = Tally(began_s=runtime.now())
                 tally.__dict__.update(fresh.__dict__)
-            batch = engine.prepare_batch(Prompts(), workflow)
+            batch = engine.prepare_batch(NumberedPrompts(), workflow)
             tally.trained_on(batch, version)
             runtime.pass_time(train_s)
             backend._version = WeightVersion("simulated", version + 1)

@@ -87,7 +87,7 @@ class Report:
     time_s: float = 0.0
 
 
-class _Prompts:
+class NumberedPrompts:
     """Epoch after epoch of prompts that are their own number."""
 
     def __len__(self) -> int:
@@ -286,7 +286,7 @@ class Simulation:
         if step == 0 and not self._manifests:
             self._save(0)
         while True:
-            batch = self.engine.prepare_batch(_Prompts(), workflow)
+            batch = self.engine.prepare_batch(NumberedPrompts(), workflow)
             self.book.handed_over(batch, step)
             self._digest.update(batch["episode_ids"].numpy().tobytes())
             self._digest.update(batch["versions"].numpy().tobytes())
@@ -335,7 +335,7 @@ class Simulation:
         ids = self.book.open_ids(without_training=True)
         if ids:
             position = ids[int(which * len(ids))]
-            prompt = _Prompts().prompt(*divmod(position, 1 << 40))
+            prompt = NumberedPrompts().prompt(*divmod(position, 1 << 40))
             self.engine.submit(prompt, _Episodes(self.scenario, self.seed))
 
 
