@@ -332,7 +332,8 @@ def measure_peers(model_path: str, options: Any) -> dict[str, Any] | str:
             "threads": options.threads,
             "bfloat16": options.bfloat16,
         }
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        folder = Path(__file__).parent
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent)))}
         done = subprocess.run(
             [python, str(script), json.dumps(spec)],
             env=environment | {"OMP_NUM_THREADS": str(options.threads)},
@@ -341,11 +342,16 @@ def measure_peers(model_path: str, options: Any) -> dict[str, Any] | str:
             check=True,
         )
         found = json.loads(done.stdout.splitlines()[-1])
-        times = {side: [tuple(pair) for pair in found[side]] for side in ("peer", "hand")}
+        times = {side: [tuple(pair) for pair in pairs] for side, pairs in found["times"].items()}
+        hand = times.pop("hand")
         figures[name] = {
             "version": found["version"],
-            **{side: summary(pairs) for side, pairs in times.items()},
-            "peer_over_hand": ratio(times["peer"], times["hand"]),
+            "hand": summary(hand),
+            **{
+                way: {**summary(pairs), "over_hand": ratio(pairs, hand)}
+                for way, pairs in times.items()
+            },
+            "first_losses": found["losses"],
         }
     return figures or "none given (--peer trl=PYTHON)"
 
