@@ -37,7 +37,7 @@ class CPUPlatform(PlatformBase):
         return True
 
     def current_device(self):
-        return 0
+        return torch.device("cpu")
 
     def device_count(self):
         return 1
