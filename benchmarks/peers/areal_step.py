@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from beside import Setting, compare, one_rank
 from hand_loop import LR, MAX_NORM
+from random_models import make_tokenizer
 
 # Its logger imports them and is told not to use them; their pins fight with the others'.
 for tracker in ("swanlab", "trackio"):
@@ -62,7 +63,7 @@ def make_data(setting: Setting) -> list[dict[str, Any]]:
 
 def main() -> None:
     setting = Setting()
-    setting.make_tokenizer().save_pretrained(setting.model_path)
+    make_tokenizer(setting.vocab_size).save_pretrained(setting.model_path)
     logging.disable(logging.INFO)
     data = make_data(setting)
     with one_rank():

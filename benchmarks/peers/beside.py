@@ -17,7 +17,6 @@ import torch
 from hand_loop import HandLoop
 from timing import Pair, take_turns
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
 
 
 class Setting:
@@ -45,14 +44,6 @@ class Setting:
     def step_by_hand(self) -> float:
         """Padded, which costs rows of equal length nothing; the loss."""
         return self._hand.step_padded(self.rows, self.plan)
-
-    def make_tokenizer(self) -> PreTrainedTokenizerFast:
-        """Of no use but that peers ask for one."""
-        from tokenizers import Tokenizer, models
-
-        vocabulary = {f"t{i}": i for i in range(self.vocab_size)}
-        made = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-        return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="t0", eos_token="t1")
 
 
 def compare(setting: Setting, version: str, sides: dict[str, Callable[[], float]]) -> None:

@@ -11,6 +11,7 @@ import torch
 import trl
 from beside import Setting, tell
 from hand_loop import LR, MAX_NORM
+from random_models import make_tokenizer
 from timing import Pair, timed
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -69,7 +70,7 @@ def main() -> None:
             train_dataset=datasets.Dataset.from_list(
                 [{"input_ids": row.tolist(), "labels": row.tolist()} for row in setting.rows]
             ),
-            processing_class=setting.make_tokenizer(),
+            processing_class=make_tokenizer(setting.vocab_size),
             callbacks=[clock],
         )
         trainer.train()

@@ -13,23 +13,22 @@ os.environ.setdefault("VERL_PLATFORM", "cpu")
 # The device its engines are registered for, whatever the platform calls itself.
 os.environ.setdefault("VERL_ENGINE_DEVICE", "cuda")
 
-import torch  # noqa: E402
-from beside import Setting, compare, one_rank  # noqa: E402
-from hand_loop import LR, MAX_NORM  # noqa: E402
-from tensordict import TensorDict  # noqa: E402
-
-from tests.peers import verl_platform  # noqa: E402, F401 (registers; must come before verl)
+import torch
+from beside import Setting, compare, one_rank
+from hand_loop import LR, MAX_NORM
+from tensordict import TensorDict
+from tests.peers import verl_platform  # noqa: F401 (registers; must come before verl)
 
 # isort: split
-from verl.trainer.config import CheckpointConfig  # noqa: E402
-from verl.utils import tensordict_utils as tu  # noqa: E402
-from verl.workers.config import (  # noqa: E402
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils as tu
+from verl.workers.config import (
     FSDPEngineConfig,
     FSDPOptimizerConfig,
     HFModelConfig,
 )
-from verl.workers.engine import BaseEngine, EngineRegistry  # noqa: E402
-from verl.workers.utils.losses import sft_loss  # noqa: E402
+from verl.workers.engine import BaseEngine, EngineRegistry
+from verl.workers.utils.losses import sft_loss
 
 
 def open_engine(setting: Setting) -> BaseEngine:
