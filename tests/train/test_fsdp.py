@@ -122,6 +122,14 @@ def test_the_other_checks_hold_on_four_ranks(tmp_path, models):
     assert_all_hold(4, ON_FOUR_RANKS_LONG, tmp_path, models)
 
 
+@pytest.mark.parametrize(
+    "check",
+    [checks.saving_on_one_rank_is_an_error_in_time, checks.saving_beside_training_is_an_error],
+)
+def test_a_save_that_some_rank_does_not_call_ends(check, tmp_path, models):
+    assert_all_hold(2, [check], tmp_path, models)
+
+
 # --- one process, without a launcher --------------------------------------------------------------
 
 
