@@ -631,16 +631,18 @@ def saving_on_one_rank_is_an_error_in_time(here):
     outcome.wait(["raised"])
 
 
-def saving_beside_training_is_an_error(here):
-    """The last check of its start: the ranks are out of step afterwards."""
+def different_calls_of_the_ranks_are_an_error_on_all(here):
     engine = here.engine()
-    if here.is_first:
-        with pytest.raises(EngineError, match=r"save: called on rank 0 while ranks \[1\]"):
-            engine.save(SaveLoadMeta(str(here.folder / "alone")))
-        assert not (here.folder / "alone").exists()
-    else:
-        with pytest.raises((RuntimeError, TypeError)):
-            train(engine, range(1))
+    target = here.folder / "different"
+    message = rf"called on rank {here.rank} while ranks \[{1 - here.rank}\] call something else"
+    calls = [
+        lambda: engine.save(SaveLoadMeta(str(target))),
+        lambda: engine.save_checkpoint(str(target), global_step=1),
+    ]
+    with pytest.raises(EngineError, match=message):
+        calls[here.rank]()
+    assert not target.exists()
+    train(engine, range(1))
 
 
 def a_resumed_run_is_the_same_bit_for_bit(here):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tandem.errors import EngineError, TandemError
 
@@ -40,9 +41,11 @@ def meet(engine: TrainEngine, call: str) -> None:
     device = torch.device("cpu") if on_host else engine.device
     mark = torch.tensor([zlib.crc32(call.encode())], device=device)
     found = [torch.zeros_like(mark) for _ in range(dist.get_world_size(group))]
-    work = dist.all_gather(found, mark, group=group, async_op=True)
+    # A wait that gives up leaves its collective pending; one with a timeout of its own ends.
+    options = AllgatherOptions()
+    options.timeout = timedelta(seconds=limit_s)
     try:
-        work.wait(timedelta(seconds=limit_s))
+        group.allgather([found], [mark], options).wait()
     except RuntimeError as error:
         if "timed out" not in str(error).lower():
             raise
