@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions
 
 from tandem.errors import EngineError, TandemError
 
