@@ -17,6 +17,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from tandem.models.processor import product_dtype
+
 ROWS_HINT = 64
 WIDE_ROWS = 16
 """On processors without matrix units for bf16, products of bf16 weights with at least this many
@@ -80,7 +82,10 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def _widens(layers: Sequence[nn.Linear]) -> bool:
     """Whether bf16 layers get a copy in fp32: never on processors that multiply bf16 in tiles, nor
     where the copy would take more than a quarter of the memory."""
-    if not layers or layers[0].weight.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported():
+    if not layers:
+        return False
+    weight = layers[0].weight
+    if product_dtype(weight.dtype, weight.device) == weight.dtype:
         return False
     copy = sum(4 * layer.weight.numel() for layer in layers)
     return copy <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
