@@ -25,6 +25,7 @@ from tandem.inference.embedded.linears import MIN_PLAIN_ROWS, PackedLinears, can
 from tandem.inference.embedded.requests import ModelLimits
 from tandem.models.attention import ATTENTION
 from tandem.types import WeightVersion
+from tandem.weights.bucket import go_on
 
 from .conftest import MakeCore, request, run, score_with
 from .test_core import assert_logprobs_agree, prompts
@@ -128,7 +129,7 @@ def test_greedy_completions_equal_generate_of_transformers(
     assert close <= 1
 
 
-def test_packed_linears_follow_the_weights_only_when_refreshed() -> None:
+def test_packed_linears_follow_the_weights_only_when_told() -> None:
     layer = torch.nn.Linear(24, 40)
     rows = torch.randn(5, 24)
     before = layer(rows).detach()
@@ -137,7 +138,7 @@ def test_packed_linears_follow_the_weights_only_when_refreshed() -> None:
     with torch.no_grad():
         layer.weight.mul_(2.0)
         layer.bias.zero_()
-    packed.refresh()
+    packed.use(packed.lay_out(lambda parameter: parameter.detach(), go_on))
     with torch.inference_mode():
         after = model(rows)
     expected = rows @ layer.weight.detach().T
@@ -209,7 +210,7 @@ def test_bf16_layers_compute_many_rows_in_full_precision_and_few_near_it() -> No
     with torch.no_grad():
         layer.weight.mul_(3.0)
         layer.bias.add_(1.0)
-    packed.refresh()
+    packed.use(packed.lay_out(lambda parameter: parameter.detach(), go_on))
     rows = torch.randn(40, 64).bfloat16()
     exact = rows.double() @ layer.weight.detach().double().T + layer.bias.detach().double()
     with torch.inference_mode():
