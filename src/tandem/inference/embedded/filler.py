@@ -18,8 +18,8 @@ from tandem.inference.embedded.weights import WeightSet
 from tandem.weights import Published
 
 NICENESS = 5
-"""Of the filling thread (Linux): where it needs a core that steps, it gets a quarter of it, so that
-a step takes at most a third longer meanwhile."""
+"""How much nicer than the process the filling thread is (Linux): of a core that steps, too, it gets
+a quarter."""
 
 
 class WeightFiller:
@@ -93,7 +93,8 @@ def _work_aside() -> None:
     """Leave the cores to the steps: OpenMP keeps threads for each of its callers, and once they are
     more than the cores it lets those of the steps sleep between any two operations."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        own = os.getpriority(os.PRIO_PROCESS, os.getpid())
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), own + NICENESS)
     threads = torch.get_num_threads()
     if threads > 1:
         torch.set_num_threads(1)
