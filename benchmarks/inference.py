@@ -32,7 +32,7 @@ from inference_checks import (
     Row,
     copy_ms,
     request,
-    swap_row,
+    swap_rows,
 )
 from machine import machine, parser
 
@@ -300,7 +300,7 @@ def measure_ragged(path: str, options: argparse.Namespace) -> Iterator[Row]:
 def measure_swap(path: str, options: argparse.Namespace) -> Iterator[Row]:
     for kept in ("keep", "recompute"):
         found = swap(make(path, options, kv_on_update=kept), 16, options.repeats)
-        yield swap_row("one process", kept, path, found)
+        yield from swap_rows("one process", kept, path, found)
 
 
 PARTS: dict[str, Callable[[str, argparse.Namespace], Iterator[Row]]] = {

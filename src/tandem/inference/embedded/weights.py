@@ -110,7 +110,9 @@ class ModelWeights:
         return old
 
     def release(self) -> None:
-        """Give published memory back; the model is not used any more."""
+        """Give the memory back at once; the model cannot be used any more."""
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.new_empty(0)
         self._serving.release()
 
     @property
