@@ -27,12 +27,12 @@ import numpy as np
 import torch
 from inference_checks import (
     CHECKS,
-    SWAP_TOKENS,
     Pauses,
     Row,
     copy_ms,
     request,
     swap_rows,
+    swap_tokens,
 )
 from machine import machine, parser
 
@@ -148,6 +148,7 @@ def swap(core: EmbeddedCore, rows: int, repeats: int) -> dict[str, float]:
     filler = WeightFiller(core, loop)
     tensors = {name: item.detach().clone() for name, item in core.weights.parameters.items()}
     specs = [ParamSpec(n, tuple(t.shape), str(t.dtype)[6:]) for n, t in tensors.items()]
+    size = sum(item.nbytes for item in tensors.values())
     pauses = Pauses()
 
     def one_round(version: int) -> None:
@@ -155,10 +156,10 @@ def swap(core: EmbeddedCore, rows: int, repeats: int) -> dict[str, float]:
         if version:
             arrival = expect(meta)
             publish(meta, specs, tensors.items())
-        loop.submit([(i, request(core, i, 64, SWAP_TOKENS)) for i in range(rows)])
+        loop.submit([(i, request(core, i, 64, swap_tokens(size))) for i in range(rows)])
         if version:
             before = loop.stats()["tokens"]
-            while loop.stats()["tokens"] < before + 4 * rows:
+            while loop.stats()["tokens"] < before + 8 * rows:
                 time.sleep(0.01)
             begun = time.perf_counter()
             filler.commit(arrival.result(0)).result()
@@ -180,7 +181,6 @@ def swap(core: EmbeddedCore, rows: int, repeats: int) -> dict[str, float]:
     release("bench")
     if failures:
         raise failures[0]
-    size = sum(item.nbytes for item in tensors.values())
     return {**pauses.figures(), "copied": core.weights.size_bytes / size, **copy_ms(tensors)}
 
 

@@ -190,8 +190,9 @@ def queue(path: str, options: argparse.Namespace) -> Iterator[Row]:
     yield Row("2,000 queued on a cache of 50", path, text, "all, memory flat", met, details)
 
 
-SWAP_TOKENS = 120
-"""New tokens of each request, so that all of them are under way for the whole of an update."""
+def swap_tokens(size_bytes: int) -> int:
+    """New tokens of each request, so that all of them are under way for the whole of an update."""
+    return 120 if size_bytes > 10**8 else 480
 
 
 class Pauses:
@@ -219,7 +220,7 @@ class Pauses:
             self._undisturbed = statistics.median(max(item.itl[SKIPPED:]) for item in responses)
             return
         firsts = [item.output_versions.index(max(item.output_versions)) for item in responses]
-        assert all(SKIPPED + 1 < first < SWAP_TOKENS - 1 for first in firsts)
+        assert all(SKIPPED + 1 < n < len(r.itl) for n, r in zip(firsts, responses, strict=True))
         pairs = list(zip(responses, firsts, strict=True))
         before = [item.itl[SKIPPED : first - 1] for item, first in pairs]
         self._filling += [gap for gaps in before for gap in gaps]
@@ -291,7 +292,8 @@ async def _child_swap(path: str, options: argparse.Namespace, kept: str) -> dict
     stored = load_file(Path(path) / "model.safetensors")
     tensors = {name: item.to(dtype).contiguous() for name, item in stored.items()}
     specs = [ParamSpec(n, tuple(t.shape), options.dtype) for n, t in tensors.items()]
-    prompt = GenerationConfig(max_new_tokens=SWAP_TOKENS, ignore_eos=True)
+    size = sum(item.nbytes for item in tensors.values())
+    prompt = GenerationConfig(max_new_tokens=swap_tokens(size), ignore_eos=True)
     pauses = Pauses()
     try:
         for version in range(options.repeats + 1):
@@ -299,14 +301,16 @@ async def _child_swap(path: str, options: argparse.Namespace, kept: str) -> dict
             if version:
                 publish(meta, specs, tensors.items())
             requests = [LLMRequest(str(i), tuple(range(5 + i, 37 + i)), prompt) for i in range(16)]
+            before = backend.stats()["tokens"]
             running = [asyncio.ensure_future(backend.generate(item)) for item in requests]
             if version:
-                await asyncio.sleep(0.6)
+                while backend.stats()["tokens"] < before + 8 * len(requests):
+                    await asyncio.sleep(0.01)
                 begun = time.perf_counter()
                 await asyncio.wrap_future(backend.update_weights(meta))
                 pauses.took(time.perf_counter() - begun)
             pauses.add(await asyncio.gather(*running))
-        copied = backend.stats()["weight_bytes"] / sum(item.nbytes for item in tensors.values())
+        copied = backend.stats()["weight_bytes"] / size
     finally:
         backend.close()
         release("child")

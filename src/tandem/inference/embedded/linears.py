@@ -28,7 +28,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that are given the same input, by the names that transformers uses."""
 _PROBED_ROWS = (1, 2, 7, 16, 33)
 
-Find = Callable[[nn.Parameter], Tensor]
+Find = Callable[[Tensor], Tensor]
 """The tensor to be used as a parameter."""
 Pack = Callable[[Tensor, int], Tensor]
 Apply = Callable[[Tensor, Tensor, Tensor | None, str, list[float], str], Tensor]
