@@ -27,7 +27,7 @@ from tensordict import TensorDict
 
 from tandem.config.schema import RolloutConfig
 from tandem.rollout import RolloutWorkflow, ScriptedInferenceEngine
-from tandem.rollout.rewards import load_function
+from tandem.rollout.rewards import reward_function
 from tandem.rollout.scoring import Reward
 from tandem.store import STORE_FILE, SqliteStore, StoreWriter
 from tandem.types import GenerationConfig, Prompt, WeightVersion
@@ -40,7 +40,7 @@ class Trivial(RolloutWorkflow):
     """Yields to the loop once, scores two made-up completions, returns their rows."""
 
     def __init__(self) -> None:
-        self.reward = Reward(load_function("exact_match", {}))
+        self.reward = Reward(reward_function("exact_match", {}))
         mask = torch.ones(GROUP, WIDTH, dtype=torch.bool)
         trained = mask.clone()
         trained[:, :4] = False

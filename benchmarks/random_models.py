@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 SIZES: dict[str, dict[str, int]] = {
     "tiny": {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "heads": 2},
@@ -35,6 +35,16 @@ def save_model(size: str, folder: Path) -> str:
     path = folder / size
     AutoModelForCausalLM.from_config(model_config(size)).save_pretrained(path)
     return str(path)
+
+
+def make_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Token i is the word ``<i>``; 0 pads and 1 ends a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {f"<{i}>": i for i in range(vocab_size)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<0>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<0>", eos_token="<1>")
 
 
 def training_flops(config: Any, lengths: list[int]) -> float:

@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py --threads 2 --json train_step.json
     python benchmarks/train_step.py --size 4m --parts step --threads 1
-    python benchmarks/train_step.py --parts peers --peer trl=PEER/bin/python
+    python benchmarks/train_step.py --parts peers --peer trl=TRL/bin/python verl=VERL/bin/python
 
 Parts, each a comparison whose sides take turns:
 
@@ -12,7 +12,8 @@ Parts, each a comparison whose sides take turns:
 - ``packing``: how much faster than padded to the longest row, over how much less there is to do.
 - ``ranks``: the same global batch on one and on two processes of one thread each.
 - ``scaling``: time against sequence length and against batch size, with the log-log slope.
-- ``peers``: TRL's SFT step beside the loop written by hand, in a Python that has TRL.
+- ``loop``: the whole training loop of ``tandem sft`` against a loop written by hand.
+- ``peers``: a step of TRL, AReaL and verl beside the loop written by hand, each in its own Python.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from random_models import SIZES, model_config, save_model, training_flops
 from tensordict import TensorDict
 from timing import Pair, ratio, summary, take_turns, timed
 from torch import Tensor
+from training_loop import measure_loop
 
 from tandem.algorithms.sft import sft_loss
 from tandem.config import ParallelConfig, TrainConfig
@@ -45,7 +47,7 @@ from tandem.data.packing import cut_microbatches
 from tandem.errors import ConfigError
 from tandem.train import EngineRegistry, TrainEngine
 
-PARTS = ("step", "mfu", "packing", "ranks", "scaling", "peers")
+PARTS = ("step", "mfu", "packing", "ranks", "scaling", "loop", "peers")
 PEERS = Path(__file__).parent / "peers"
 MEAN_LENGTH, SIGMA = 200, 1.0
 
@@ -332,7 +334,10 @@ def measure_peers(model_path: str, options: Any) -> dict[str, Any] | str:
             "threads": options.threads,
             "bfloat16": options.bfloat16,
         }
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        folder = Path(__file__).parent
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent)))
+        }
         done = subprocess.run(
             [python, str(script), json.dumps(spec)],
             env=environment | {"OMP_NUM_THREADS": str(options.threads)},
@@ -341,11 +346,16 @@ def measure_peers(model_path: str, options: Any) -> dict[str, Any] | str:
             check=True,
         )
         found = json.loads(done.stdout.splitlines()[-1])
-        times = {side: [tuple(pair) for pair in found[side]] for side in ("peer", "hand")}
+        times = {side: [tuple(pair) for pair in pairs] for side, pairs in found["times"].items()}
+        hand = times.pop("hand")
         figures[name] = {
             "version": found["version"],
-            **{side: summary(pairs) for side, pairs in times.items()},
-            "peer_over_hand": ratio(times["peer"], times["hand"]),
+            "hand": summary(hand),
+            **{
+                way: {**summary(pairs), "over_hand": ratio(pairs, hand)}
+                for way, pairs in times.items()
+            },
+            "first_losses": found["losses"],
         }
     return figures or "none given (--peer trl=PYTHON)"
 
@@ -377,6 +387,7 @@ def main() -> None:
         "packing": lambda path: measure_packing(path, options),
         "ranks": lambda path: measure_ranks(path, options),
         "scaling": lambda path: measure_scaling(path, options),
+        "loop": lambda path: measure_loop(path, model_config(options.size).vocab_size, options),
         "peers": lambda path: measure_peers(path, options),
     }
     with tempfile.TemporaryDirectory() as folder:

@@ -59,6 +59,7 @@ def test_train_step(tmp_path):
     assert figures["packing"]["log_normal"]["slots_over_tokens"] > 1.0
     assert figures["ranks"]["efficiency"]["of_minima"] > 0
     assert len(figures["scaling"]["length"]["min_ms"]) == 4
+    assert figures["loop"]["steps"] == 2
 
 
 def test_head(tmp_path):

@@ -9,7 +9,6 @@ from tandem.checkpoint import BackgroundWriter, download, staging, upload, verif
 from tandem.errors import CheckpointError
 
 pytestmark = [
-    pytest.mark.long,
     # of the server's own libraries
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),

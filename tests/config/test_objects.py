@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.objects import load_object
+from tandem.config.objects import load_function, load_object
 from tandem.errors import ConfigError
 
 
@@ -62,3 +62,15 @@ def test_file_that_raises_is_an_error_and_can_be_tried_again(tmp_path: Path, lin
         load_object(f"{path}:score")
     path.write_text("def score(): return 'mended'\n")
     assert load_object(f"{path}:score")() == "mended"
+
+
+def test_function_is_built_in_or_found_by_path(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def double(x): return 2 * x\nnumber = 3\n")
+    known = {"square": lambda x: x * x}
+    assert load_function("square", known, field="a.b")(3) == 9
+    assert load_function(f"{file}:double", known, field="a.b")(3) == 6
+    with pytest.raises(ConfigError, match=r"a\.b: got 'cube', allowed: auto, square, path/to/file"):
+        load_function("cube", known, field="a.b", also=("auto",))
+    with pytest.raises(ConfigError, match=r"a\.b: .*number is a int, not a function"):
+        load_function(f"{file}:number", known, field="a.b")

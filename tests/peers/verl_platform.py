@@ -18,6 +18,9 @@ class _Device(types.ModuleType):
     def max_memory_allocated(self):
         return 0
 
+    def mem_get_info(self):
+        return 0, 0
+
     def get_device_name(self):
         return "CPU"
 
@@ -34,7 +37,7 @@ class CPUPlatform(PlatformBase):
         return True
 
     def current_device(self):
-        return 0
+        return torch.device("cpu")
 
     def device_count(self):
         return 1

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from tandem.config.reward import RewardConfig, RewardPartConfig
 from tandem.errors import ConfigError
-from tandem.rollout.rewards import BUILT_IN, last_number, load_function
+from tandem.rollout.rewards import BUILT_IN, last_number, reward_function
 from tandem.rollout.scoring import Reward, RewardError, checked_score, load_reward
 from tandem.rollout.workflow import RolloutWorkflow, load_workflow
 
@@ -95,9 +95,9 @@ def test_a_function_gets_the_columns_that_it_names(tmp_path: Path) -> None:
     assert score(named(f"{file}:plain"), "ab", answer=5, other=1) == 7
     assert score(named(f"{file}:later"), "ab", answer=5, prompt="again") == 3
     with pytest.raises(ConfigError, match="not a function"):
-        load_function(f"{file}:not_callable", {})
+        reward_function(f"{file}:not_callable", {})
     with pytest.raises(ConfigError, match="has no 'gone'"):
-        load_function(f"{file}:gone", {})
+        reward_function(f"{file}:gone", {})
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_a_function_gets_the_columns_that_it_names(tmp_path: Path) -> None:
 )
 def test_a_wrong_name_says_what_is_allowed(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_function(name, {})
+        reward_function(name, {})
 
 
 def test_module_paths_load() -> None:
-    assert load_function("tandem.rollout.rewards:gsm8k", {}) is BUILT_IN["gsm8k"]
+    assert reward_function("tandem.rollout.rewards:gsm8k", {}) is BUILT_IN["gsm8k"]
 
 
 @pytest.mark.parametrize(

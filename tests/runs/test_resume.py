@@ -283,6 +283,15 @@ def test_a_run_can_be_prolonged(bed: Bed):
     assert_same_run(bed.run_dir(), bed.run_dir("reference"), 5)
 
 
+def test_a_resumed_run_samples_with_the_weights_of_its_checkpoint(bed: Bed):
+    run_rl(bed.config("steps=7", "train.lr=1e-2"))
+    start = weights(bed.run_dir() / "model")
+    run_rl(bed.config("steps=8", "train.lr=1e-2"), resume=True)
+    assert weights(bed.run_dir() / "model") != start
+    (row,) = [row for row in metrics(bed.run_dir()) if row["step"] == 8]
+    assert row["mismatch/same_version_max"] < 1e-4
+
+
 def test_a_resumed_run_may_begin_its_schedule_anew(bed: Bed):
     schedule = ("train.schedule=linear", "train.warmup_steps=4")
     run_rl(bed.config("steps=2", *schedule))

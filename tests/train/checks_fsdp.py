@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import psutil
 import pytest
@@ -19,6 +20,7 @@ from tandem.errors import (
     WeightSyncError,
 )
 from tandem.models.heads import scalar_head
+from tandem.train import ranks
 from tandem.train.shards import local_part
 from tandem.types import Metric, SaveLoadMeta, WeightUpdateMeta
 from tandem.weights import expect, open_published
@@ -609,6 +611,37 @@ def a_directory_that_cannot_be_written_is_an_error_on_every_rank(here):
         engine.save_checkpoint(str(blocked), global_step=1)
     with pytest.raises(CheckpointError, match="no checkpoint"):
         engine.load_checkpoint(str(here.folder / "nothing"))
+    train(engine, range(1))
+
+
+def saving_on_one_rank_is_an_error_in_time(here):
+    """The last check of its start: the ranks are out of step afterwards."""
+    engine = here.engine()
+    train(engine, range(1))
+    outcome = torch.distributed.FileStore(str(here.folder / "outcome"), 2)
+    if here.is_first:
+        began = time.monotonic()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ranks, "MEETING_TIMEOUT_S", 2.0)
+            with pytest.raises(EngineError, match="save_checkpoint: called on rank 0 and not on"):
+                engine.save_checkpoint(str(here.folder / "alone"), global_step=1)
+        assert time.monotonic() - began < 30
+        assert not (here.folder / "alone").exists()
+        outcome.set("raised", "yes")
+    outcome.wait(["raised"])
+
+
+def different_calls_of_the_ranks_are_an_error_on_all(here):
+    engine = here.engine()
+    target = here.folder / "different"
+    message = rf"called on rank {here.rank} while ranks \[{1 - here.rank}\] call something else"
+    calls = [
+        lambda: engine.save(SaveLoadMeta(str(target))),
+        lambda: engine.save_checkpoint(str(target), global_step=1),
+    ]
+    with pytest.raises(EngineError, match=message):
+        calls[here.rank]()
+    assert not target.exists()
     train(engine, range(1))
 
 

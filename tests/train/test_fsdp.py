@@ -122,6 +122,14 @@ def test_the_other_checks_hold_on_four_ranks(tmp_path, models):
     assert_all_hold(4, ON_FOUR_RANKS_LONG, tmp_path, models)
 
 
+def test_a_save_that_some_rank_does_not_call_ends(tmp_path, models):
+    listed = [
+        checks.different_calls_of_the_ranks_are_an_error_on_all,
+        checks.saving_on_one_rank_is_an_error_in_time,
+    ]
+    assert_all_hold(2, listed, tmp_path, models)
+
+
 # --- one process, without a launcher --------------------------------------------------------------
 
 

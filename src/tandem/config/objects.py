@@ -9,11 +9,14 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def load_object(spec: str, *, field: str = "import path") -> Any:
@@ -39,6 +42,29 @@ def load_object(spec: str, *, field: str = "import path") -> Any:
             raise ConfigError(f"{field} {spec!r}: {location} has no {name!r}")
         found = getattr(found, part)
     return found
+
+
+def load_function(
+    name: str, known: Mapping[str, Callable[..., T]], *, field: str, also: Sequence[str] = ()
+) -> Callable[..., T]:
+    """The built-in function called ``name``, or the one that ``load_object`` finds under it.
+
+    ``also`` are names that the caller understands without a function, for the error message.
+
+    Raises:
+        ConfigError: there is no such function.
+    """
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        raise ConfigError(
+            f"{field}: got {name!r}, allowed: {', '.join(sorted({*also, *known}))}, "
+            "path/to/file.py:function or package.module:function"
+        )
+    function: Callable[..., T] = load_object(name, field=field)
+    if not callable(function):
+        raise ConfigError(f"{field}: {name} is a {type(function).__name__}, not a function")
+    return function
 
 
 def _imported(location: str, spec: str, field: str) -> ModuleType:

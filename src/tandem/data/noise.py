@@ -10,7 +10,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from tandem.config.objects import load_object
+from tandem.config.objects import load_function
 from tandem.data.sources import Row
 from tandem.data.text import fill
 from tandem.errors import ConfigError
@@ -51,17 +51,7 @@ NOISES: dict[str, AnswerNoise] = {
 
 def load_noise(spec: str, kwargs: dict[str, Any]) -> Callable[[Row, Random], str]:
     """The noise named by ``data.answer_noise``, with its ``data.answer_noise_kwargs`` bound."""
-    function = NOISES.get(spec)
-    if function is None:
-        if ":" not in spec:
-            raise ConfigError(
-                f"data.answer_noise: got {spec!r}, allowed: {', '.join(NOISES)}, "
-                "path/to/file.py:function or package.module:function"
-            )
-        function = load_object(spec, field="data.answer_noise")
-    if not callable(function):
-        raise ConfigError(f"data.answer_noise: {spec!r} is not a function")
-    noise = function
+    noise = load_function(spec, NOISES, field="data.answer_noise")
 
     def bound(row: Row, rng: Random) -> str:
         try:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tandem.config.objects import load_object
-from tandem.errors import ConfigError, DataError
+from tandem.config.objects import load_function
+from tandem.errors import DataError
 from tandem.rollout.rewards import last_number
 
 AnswerKey = Callable[[str], str | None]
@@ -45,14 +45,7 @@ def load_answer_key(name: str, reward: str) -> AnswerKey:
         name = _OF_REWARD.get(reward, "text")
     if name in ANSWER_KEYS:
         return ANSWER_KEYS[name]
-    if ":" not in name:
-        raise ConfigError(
-            f"eval.answer: got {name!r}, allowed: auto, {', '.join(sorted(ANSWER_KEYS))}, "
-            "path/file.py:function or package.module:function"
-        )
-    function = load_object(name, field="eval.answer")
-    if not callable(function):
-        raise ConfigError(f"eval.answer: {name} is a {type(function).__name__}, not a function")
+    function = load_function(name, ANSWER_KEYS, field="eval.answer", also=("auto",))
 
     def checked(completion: str) -> str | None:
         answer = function(completion)

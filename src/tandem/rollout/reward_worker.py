@@ -16,7 +16,7 @@ from typing import Any
 from tandem.errors import DataError
 from tandem.rollout.frames import encode_frame, read_frame, write_frame
 from tandem.rollout.limits import Limits, allow_cpu, apply_limits
-from tandem.rollout.rewards import Prepared, load_function
+from tandem.rollout.rewards import Prepared, reward_function
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     limits = Limits(**spec["limits"])
     try:
         apply_limits(limits)
-        function = Prepared(load_function(spec["name"], spec["kwargs"]))
+        function = Prepared(reward_function(spec["name"], spec["kwargs"]))
     except Exception as error:
         write_frame(answers, encode_frame({"error": f"{type(error).__name__}: {error}"}))
         return

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from tandem.config.objects import load_object
+from tandem.config.objects import load_function
 from tandem.errors import ConfigError
 from tandem.rollout.code_reward import code
 
@@ -228,7 +228,7 @@ def compose(parts: Mapping[str, Mapping[str, Any]]) -> RewardFunction:
     not run in threads then.
     """
     functions = {
-        label: Prepared(load_function(part["name"], part.get("kwargs", {})))
+        label: Prepared(reward_function(part["name"], part.get("kwargs", {})))
         for label, part in parts.items()
     }
 
@@ -302,21 +302,11 @@ def _equal(received: Fraction | None, expected: Fraction, tolerance: float) -> b
     return abs(received - expected) <= Fraction(tolerance) * abs(expected)
 
 
-def load_function(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
+def reward_function(name: str, kwargs: Mapping[str, Any]) -> RewardFunction:
     """The function called ``name`` with ``kwargs`` fixed; see ``RewardConfig``."""
     if name == PARTS:
         return compose(**kwargs)
-    if name in BUILT_IN:
-        function = BUILT_IN[name]
-    elif ":" in name:
-        function = load_object(name, field="reward.name")
-    else:
-        raise ConfigError(
-            f"reward.name: got {name!r}, allowed: {', '.join(sorted(BUILT_IN))}, "
-            "path/file.py:function or package.module:function"
-        )
-    if not callable(function):
-        raise ConfigError(f"reward.name: {name} is a {type(function).__name__}, not a function")
+    function = load_function(name, BUILT_IN, field="reward.name", also=(PARTS,))
     return functools.partial(function, **kwargs) if kwargs else function
 
 

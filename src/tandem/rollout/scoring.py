@@ -18,7 +18,7 @@ from tandem.config.reward import RewardConfig
 from tandem.errors import ConfigError
 from tandem.rollout.limits import Limits
 from tandem.rollout.reward_pool import RewardPool
-from tandem.rollout.rewards import PARTS, Prepared, RewardFunction, load_function
+from tandem.rollout.rewards import PARTS, Prepared, RewardFunction, reward_function
 from tandem.rollout.threads import call_user
 from tandem.rollout.workflow import SampleError
 
@@ -347,4 +347,4 @@ def load_reward(config: RewardConfig) -> Reward:
             limits=Limits(config.memory_mb, config.cpu_s, config.network),
         )
         return Reward(None, config.timeout_s, pool, **how)
-    return Reward(load_function(name, kwargs), config.timeout_s, **how)
+    return Reward(reward_function(name, kwargs), config.timeout_s, **how)

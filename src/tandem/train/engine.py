@@ -36,7 +36,7 @@ from tandem.train.forward import OUTPUTS, score
 from tandem.train.identity import describe
 from tandem.train.optim import learning_rate, optimizer_tensors, set_learning_rate
 from tandem.train.placement import Part, Placement
-from tandem.train.ranks import on_first_rank
+from tandem.train.ranks import meet, on_first_rank
 from tandem.train.shards import local_part
 from tandem.train.state import load_checkpoint, save_checkpoint
 from tandem.train.step import (
@@ -471,7 +471,9 @@ class TrainEngine(ABC):
         Raises:
             ConfigError: another ``weight_format``.
             CheckpointError: the directory cannot be written; an older one is left as it was.
+            EngineError: some rank did not call it.
         """
+        meet(self, "save")
         with self._placement.resident("model", "optimizer"):
             save_directory(self, meta)
 
@@ -504,7 +506,9 @@ class TrainEngine(ABC):
         Raises:
             ConfigError: ``hdfs_path`` or ``max_ckpt_to_keep`` inside a staging.
             CheckpointError: it cannot be written.
+            EngineError: some rank did not call it.
         """
+        meet(self, "save_checkpoint")
         with self._placement.resident("model", "optimizer"):
             save_checkpoint(self, Path(local_path), hdfs_path, global_step, max_ckpt_to_keep)
 

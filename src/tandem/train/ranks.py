@@ -6,11 +6,15 @@ must be called by all ranks of the engine.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from tandem.errors import EngineError, TandemError
 
@@ -18,6 +22,43 @@ if TYPE_CHECKING:
     from tandem.train.engine import TrainEngine
 
 T = TypeVar("T")
+
+MEETING_TIMEOUT_S = 300.0
+
+
+def meet(engine: TrainEngine, call: str) -> None:
+    """Wait until every rank makes this ``call``, for one that is often made by the first alone.
+
+    Raises:
+        EngineError: some rank did something else, or nothing, for ``MEETING_TIMEOUT_S`` or
+            ``train.parallel.timeout_s``. The ranks are out of step then and can only end.
+    """
+    group = engine.parallelism_group
+    if group is None:
+        return
+    limit_s = min(MEETING_TIMEOUT_S, engine.config.parallel.timeout_s)
+    on_host = "gloo" in dist.get_backend_config(group)
+    device = torch.device("cpu") if on_host else engine.device
+    mark = torch.tensor([zlib.crc32(call.encode())], device=device)
+    found = [torch.zeros_like(mark) for _ in range(dist.get_world_size(group))]
+    # A wait that gives up leaves its collective pending; one with a timeout of its own ends.
+    options = AllgatherOptions()
+    options.timeout = timedelta(seconds=limit_s)
+    try:
+        group.allgather([found], [mark], options).wait()
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise EngineError(
+            f"{call}: called on rank {engine.rank} and not on all {len(found)} ranks within "
+            f"{limit_s:g} s; call it on every rank, of which the first alone writes"
+        ) from error
+    elsewhere = [rank for rank, value in enumerate(found) if not torch.equal(value, mark)]
+    if elsewhere:
+        raise EngineError(
+            f"{call}: called on rank {engine.rank} while ranks {elsewhere} call something else; "
+            "call it on every rank, of which the first alone writes"
+        )
 
 
 def on_all_ranks(engine: TrainEngine, action: Callable[[], T]) -> T:
