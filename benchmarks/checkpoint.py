@@ -5,8 +5,9 @@
 
 The state is model and AdamW of the 42 M model, 480 MiB. Blocked is the block of ``staging``, beside
 a copy of the same bytes from one buffer into another one that is kept. The whole save, until the
-checkpoint has landed, stands beside a plain write of the same bytes with fsync, on the same disk.
-Training that goes on meanwhile is compared to training alone.
+checkpoint has landed, stands beside a plain write of the same bytes with fsync, on the same disk;
+neither counts the removal of what was written before. Training that goes on meanwhile is compared
+to training alone.
 """
 
 from __future__ import annotations
@@ -42,12 +43,22 @@ class Saves:
     def start(self) -> None:
         """What training waits for."""
         self.step += 1
-        with staging(self.folder, self.step, keep=1, background=self.writer) as target:
+        with staging(self.folder, self.step, keep=None, background=self.writer) as target:
             self.engine.save_checkpoint(str(target.path / "policy"), global_step=self.step)
 
+    def finish(self) -> None:
+        """Until it has landed."""
+        self.writer.wait()
+
+    def remove(self) -> None:
+        shutil.rmtree(self._landed)
+
     def size_bytes(self) -> int:
-        folder = self.folder / "checkpoints" / f"step_{self.step}"
-        return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in self._landed.rglob("*") if path.is_file())
+
+    @property
+    def _landed(self) -> Path:
+        return self.folder / "checkpoints" / f"step_{self.step}"
 
 
 def write_raw(source: torch.Tensor, path: Path) -> None:
@@ -60,8 +71,10 @@ def write_raw(source: torch.Tensor, path: Path) -> None:
 
 def measure_saving(saves: Saves, repeats: int) -> dict[str, Any]:
     saves.start()
-    saves.writer.wait()
-    source = torch.ones(saves.size_bytes(), dtype=torch.uint8)
+    saves.finish()
+    size = saves.size_bytes()
+    source = torch.ones(size, dtype=torch.uint8)
+    saves.remove()
     kept = torch.zeros_like(source)
     raw = saves.folder / "raw"
     sides = ("blocked", "copy", "whole", "raw_write")
@@ -70,13 +83,14 @@ def measure_saving(saves: Saves, repeats: int) -> dict[str, Any]:
         times["copy"].append(timed(lambda: kept.copy_(source)))
         started = time.perf_counter()
         times["blocked"].append(timed(saves.start))
-        saves.writer.wait()
+        saves.finish()
         times["whole"].append((1e3 * (time.perf_counter() - started), 0.0))
+        saves.remove()
         times["raw_write"].append(timed(lambda: write_raw(source, raw)))
         raw.unlink()
     times = {side: found[1:] for side, found in times.items()}
     return {
-        "size_mib": round(saves.size_bytes() / 2**20, 1),
+        "size_mib": round(size / 2**20, 1),
         **{side: summary(found) for side, found in times.items()},
         "blocked_over_copy": _wall(ratio, times["blocked"], times["copy"]),
         "whole_over_raw_write": _wall(ratio, times["whole"], times["raw_write"]),
@@ -102,7 +116,8 @@ def measure_slowdown(saves: Saves, step: Callable[[], Any], repeats: int) -> dic
         while saves.writer.is_busy:
             beside.append(timed(step)[0])
             count += 1
-        saves.writer.wait()
+        saves.finish()
+        saves.remove()
         alone += [timed(step)[0] for _ in range(max(count, 1))]
     if not beside:
         return {"steps_beside_a_save": 0}

@@ -317,6 +317,9 @@ class Scheduling:
 class EpisodeState(StrEnum):
     """An episode is in exactly one of these at every moment."""
 
+    # Of the text, to which a state is equal; that of an enumeration is a call of Python.
+    __hash__ = str.__hash__
+
     QUEUED = "queued"
     RUNNING = "running"
     READY = "ready"

@@ -15,6 +15,8 @@ from tandem.inference.embedded.build import build_core
 from tandem.inference.embedded.core import EmbeddedCore
 from tandem.models.loading import load_causal_lm, load_tokenizer
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse
+from tandem.weights import Published
+from tandem.weights.bucket import go_on
 
 Scorer = Callable[[Sequence[int], Sequence[int], float], list[float]]
 MakeCore = Callable[..., EmbeddedCore]
@@ -111,6 +113,11 @@ def drain(core: EmbeddedCore, count: int) -> list[LLMResponse]:
                 raise item.outcome
             outcomes[item.ticket] = item.outcome
     return [outcomes[ticket] for ticket in sorted(outcomes)]
+
+
+def commit(core: EmbeddedCore, published: Published) -> None:
+    """Between two steps of ``core``, in this thread."""
+    core.exchange(core.weights.fill(published, go_on)).release()
 
 
 def _save(model: PreTrainedModel, tokenizer_source: Path, target: Path) -> Path:

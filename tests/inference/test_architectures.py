@@ -24,9 +24,11 @@ from tandem.inference.embedded.core import CoreOptions, EmbeddedCore
 from tandem.inference.embedded.linears import MIN_PLAIN_ROWS, PackedLinears, can_pack, min_rows
 from tandem.inference.embedded.requests import ModelLimits
 from tandem.models.attention import ATTENTION
-from tandem.types import WeightVersion
+from tandem.types import WeightUpdateMeta, WeightVersion
+from tandem.weights import expect, publish, release
+from tandem.weights.bucket import go_on
 
-from .conftest import MakeCore, request, run, score_with
+from .conftest import MakeCore, commit, request, run, score_with
 from .test_core import assert_logprobs_agree, prompts
 
 EOS, VOCABULARY = 2, 60
@@ -128,7 +130,7 @@ def test_greedy_completions_equal_generate_of_transformers(
     assert close <= 1
 
 
-def test_packed_linears_follow_the_weights_only_when_refreshed() -> None:
+def test_packed_linears_follow_the_weights_only_when_told() -> None:
     layer = torch.nn.Linear(24, 40)
     rows = torch.randn(5, 24)
     before = layer(rows).detach()
@@ -137,7 +139,7 @@ def test_packed_linears_follow_the_weights_only_when_refreshed() -> None:
     with torch.no_grad():
         layer.weight.mul_(2.0)
         layer.bias.zero_()
-    packed.refresh()
+    packed.use(packed.lay_out(lambda parameter: parameter.detach(), go_on))
     with torch.inference_mode():
         after = model(rows)
     expected = rows @ layer.weight.detach().T
@@ -195,9 +197,21 @@ def test_compiled_decoding_gives_the_same_numbers(
         build_core(InferenceConfig(compile=item, numerics="fast"), str(tmp_path), "inc")
         for item in ("off", mode)
     ]
-    for one, other in zip(*(run(core, given) for core in cores), strict=True):
+    weights = {name: 1.5 * item.detach() for name, item in cores[0].weights.parameters.items()}
+    found = [[], []]
+    for version in (0, 1):
+        for core, responses in zip(cores, found, strict=True):
+            if version:
+                meta = WeightUpdateMeta("inprocess", 1, incarnation="inc", channel="compiled")
+                arrival = expect(meta)
+                publish(meta, core.weights.specs, weights.items())
+                commit(core, arrival.result(0))
+            responses += run(core, given)
+    release("compiled")
+    for one, other in zip(*found, strict=True):
         assert one.output_tokens == other.output_tokens
         assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-5)
+    assert found[1][0].output_logprobs != pytest.approx(found[1][3].output_logprobs, abs=1e-3)
 
 
 def test_bf16_layers_compute_many_rows_in_full_precision_and_few_near_it() -> None:
@@ -209,7 +223,7 @@ def test_bf16_layers_compute_many_rows_in_full_precision_and_few_near_it() -> No
     with torch.no_grad():
         layer.weight.mul_(3.0)
         layer.bias.add_(1.0)
-    packed.refresh()
+    packed.use(packed.lay_out(lambda parameter: parameter.detach(), go_on))
     rows = torch.randn(40, 64).bfloat16()
     exact = rows.double() @ layer.weight.detach().double().T + layer.bias.detach().double()
     with torch.inference_mode():

@@ -296,7 +296,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(core: EmbeddedCore) -> Non
 
 def test_non_finite_logits_fail_the_request_and_do_not_linger(make_core: MakeCore) -> None:
     core = make_core()
-    weight = core.parameters()["model.norm.weight"]
+    weight = core.weights.parameters["model.norm.weight"]
     kept = weight.detach().clone()
     with torch.no_grad():
         weight.fill_(float("nan"))

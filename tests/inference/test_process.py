@@ -174,6 +174,37 @@ def test_weights_reach_the_child_through_a_file_that_it_verifies(
     assert [r.output_tokens for r in responses] == [r.output_tokens for r in expected]
 
 
+def test_requests_run_through_an_update_of_the_child(
+    child: ChildBackend, other_weights: Mapping[str, Tensor]
+) -> None:
+    old = child.version.n
+    meta = update_meta(old + 1)
+
+    async def scenario() -> list[LLMResponse]:
+        tasks = [
+            asyncio.create_task(
+                child.generate(request((5, 6 + i), seed=i, max_new_tokens=400, ignore_eos=True))
+            )
+            for i in range(4)
+        ]
+        before = child.stats()["tokens"]
+        async with asyncio.timeout(20):
+            while child.stats()["tokens"] < before + 8:
+                await asyncio.sleep(0)
+        update = child.update_weights(meta)
+        send(meta, other_weights)
+        await asyncio.wrap_future(update)
+        return await asyncio.gather(*tasks)
+
+    for response in asyncio.run(scenario()):
+        assert response.output_versions == sorted(response.output_versions)
+        assert set(response.output_versions) == {old, old + 1}
+        assert len(response.output_tokens) == 400
+    stats = child.stats()
+    assert stats["weight_bytes"] == 0
+    assert stats["published_weight_bytes"] == sum(item.nbytes for item in other_weights.values())
+
+
 def _intercept(meta: WeightUpdateMeta, weights: Mapping[str, Tensor]) -> bool:
     """Publish ``weights`` with one byte changed between the digest and the hand-over."""
     from tandem.weights import channel

@@ -21,11 +21,10 @@ from tandem.inference.embedded.frames import (
     encode_request,
     encode_response,
 )
-from tandem.inference.embedded.weights import commit
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse
 from tandem.weights import release
 
-from .conftest import MakeCore, Scorer, drain, request, run
+from .conftest import MakeCore, Scorer, commit, drain, request, run
 from .test_updates import CHANNEL, published
 
 PROMPT = tuple(4 + i * 7 % 40 for i in range(60))

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from tandem.errors import DataError
 from tandem.inference.embedded.core import EmbeddedCore
-from tandem.inference.embedded.weights import commit
 from tandem.types import LLMRequest, LLMResponse, WeightVersion
 from tandem.weights import release
 
-from .conftest import MakeCore, Scorer, request, run
+from .conftest import MakeCore, Scorer, commit, request, run
 from .test_core import assert_logprobs_agree, prompts
 from .test_updates import CHANNEL, published
 

@@ -18,12 +18,11 @@ from tandem.config import InferenceConfig
 from tandem.errors import EngineError, WeightSyncError
 from tandem.inference.embedded import EmbeddedBackend
 from tandem.inference.embedded.core import EmbeddedCore
-from tandem.inference.embedded.weights import commit
 from tandem.inference.updates import PendingUpdate
 from tandem.types import LLMResponse, ParamSpec, WeightUpdateMeta, WeightVersion
 from tandem.weights import Published, expect, publish, release
 
-from .conftest import MakeCore, drain, request, run
+from .conftest import MakeCore, commit, drain, request, run
 
 CHANNEL = "test-updates"
 
@@ -56,12 +55,12 @@ def published(version: int, weights: Mapping[str, Tensor]) -> Published:
 
 
 def snapshot(core: EmbeddedCore) -> dict[str, Tensor]:
-    return {name: item.detach().clone() for name, item in core.parameters().items()}
+    return {name: item.detach().clone() for name, item in core.weights.parameters.items()}
 
 
 def assert_unchanged(core: EmbeddedCore, before: Mapping[str, Tensor], version: int) -> None:
     assert core.version == WeightVersion("inc", version)
-    for name, item in core.parameters().items():
+    for name, item in core.weights.parameters.items():
         assert torch.equal(item, before[name])
 
 
@@ -206,7 +205,7 @@ def test_fp32_weights_may_be_served_in_bf16(
 ) -> None:
     core = make_core(dtype="bfloat16")
     commit(core, published(1, other_weights))
-    for name, item in core.parameters().items():
+    for name, item in core.weights.parameters.items():
         assert torch.equal(item, other_weights[name].bfloat16())
 
 
@@ -220,7 +219,7 @@ def test_bf16_weights_are_refused_by_an_fp32_engine(
 
 
 def test_tied_weights_are_one_tensor_of_the_update(core: EmbeddedCore) -> None:
-    names = [spec.name for spec in core.param_specs()]
+    names = [spec.name for spec in core.weights.specs]
     assert "model.embed_tokens.weight" in names
     assert "lm_head.weight" not in names
 

@@ -50,6 +50,28 @@ def test_fp32_is_within_1e_5():
         torch.testing.assert_close(mine.double(), other, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize(("has_tiles", "tolerance"), [(False, 1e-5), (True, 3e-2)])
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_bf16_rounds_the_weight_and_gives_gradients_to_its_fp32_master(
+    monkeypatch, has_tiles, tolerance, chunk
+):
+    """Without tiles nothing else is rounded but the gradient of the bf16 hidden states."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    hidden, weight, targets, temperature = case(vocabulary=700)
+    halved = hidden.detach().bfloat16().requires_grad_()
+    ours = token_logprobs(halved, weight, targets, temperature, with_entropy=True, chunk=chunk)
+    exact = [t.detach().bfloat16().double().requires_grad_() for t in (hidden, weight)]
+    theirs = plain(*exact, targets, temperature.double())
+    for mine, other in zip(ours, theirs, strict=True):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), other, rtol=0, atol=tolerance)
+    (ours[0].sum() + ours[1].sum()).backward()
+    (theirs[0].sum() + theirs[1].sum()).backward()
+    assert (halved.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+    torch.testing.assert_close(weight.grad.double(), exact[1].grad, rtol=0, atol=10 * tolerance)
+    torch.testing.assert_close(halved.grad.double(), exact[0].grad, rtol=2**-8, atol=10 * tolerance)
+
+
 def test_bias_takes_part():
     hidden, weight, targets, temperature = case(dtype=torch.float64)
     bias = torch.linspace(-2, 2, 101, dtype=torch.float64).requires_grad_()

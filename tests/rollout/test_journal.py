@@ -385,8 +385,8 @@ def rows() -> Any:
 def test_rows_survive_as_bytes_in_every_bit_and_dtype() -> None:
     before = rows()
     after = unpack_rows(pack_rows(before), episode_id=1 << 41, attempt=3)
-    assert set(after.keys()) == set(before.keys())
-    for name, tensor in before.items():
+    assert set(after.keys()) == set(before.batch().keys())
+    for name, tensor in before.batch().items():
         assert after[name].dtype == tensor.dtype, name
         assert torch.equal(after[name].nan_to_num(9.0), tensor.nan_to_num(9.0)), name
 
@@ -403,14 +403,14 @@ def test_tokens_take_four_bytes_and_any_safetensors_reader_has_them() -> None:
 
 def test_a_token_that_needs_more_than_four_bytes_keeps_them() -> None:
     made = rows()
-    made["input_ids"] = made["input_ids"] + (1 << 40)
+    made.tensors["input_ids"] = made.tensors["input_ids"] + (1 << 40)
     after = unpack_rows(pack_rows(made), episode_id=0, attempt=0)
-    assert torch.equal(after["input_ids"], made["input_ids"])
+    assert torch.equal(after["input_ids"], made.tensors["input_ids"])
 
 
 def test_rows_that_cannot_be_stored_say_so() -> None:
     made = rows()
-    made["wave"] = torch.zeros(2, dtype=torch.complex64)
+    made.tensors["wave"] = torch.zeros(2, dtype=torch.complex64)
     with pytest.raises(DataError, match="wave"):
         pack_rows(made)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fsspec.registry import known_implementations
 
-from tandem.checkpoint import tensors
+from tandem.checkpoint.image import FileImage
 from tandem.trainers import run_rl
 from tests.runs.conftest import Bed, Ended, metrics, write_rows
 
@@ -331,15 +331,15 @@ def test_full_disk_while_saving_leaves_the_run_resumable(
     run_rl(bed.config("steps=4", "checkpoint.every=1", name="reference"))
     arguments = bed.arguments("steps=4", "checkpoint.every=1")
     with monkeypatch.context() as patch:
-        original = tensors.save_file
+        original = FileImage.write
 
-        def full(found: object, filename: str, **options: object) -> None:
-            if "step_2" in filename:
-                Path(filename).write_bytes(b"half a f")
-                raise OSError(errno.ENOSPC, "No space left on device", filename)
-            original(found, filename, **options)
+        def full(image: FileImage, path: Path) -> None:
+            if "step_2" in str(path):
+                path.write_bytes(b"half a f")
+                raise OSError(errno.ENOSPC, "No space left on device", str(path))
+            original(image, path)
 
-        patch.setattr(tensors, "save_file", full)
+        patch.setattr(FileImage, "write", full)
         ended = tandem_command(*arguments)
     assert ended.code == CHECKPOINT
     assert "No space left on device" in ended.message

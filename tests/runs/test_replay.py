@@ -16,6 +16,7 @@ import torch
 from tandem.errors import ConfigError, ReplayDiverged, StallError, StoreError
 from tandem.observe.status import read_status
 from tandem.rollout.encoding import pack_rows, unpack_rows
+from tandem.rollout.rows import check_rows
 from tandem.store import STORE_FILE
 from tandem.trainers import run_replay, run_rl
 from tandem.trainers.run import StopSignal
@@ -92,7 +93,8 @@ def test_a_changed_reward_in_the_store_diverges_at_its_step(copy: Path) -> None:
     ).fetchone()
     rows = unpack_rows(data, episode_id=0, attempt=0)
     rows["rewards"] = rows["rewards"] + torch.tensor([1.0, 0.0, 0.0, 0.0])
-    db.execute("UPDATE contents SET rows = ? WHERE key = ?", (pack_rows(rows), key))
+    packed = pack_rows(check_rows(rows, 0, 0)[0])
+    db.execute("UPDATE contents SET rows = ? WHERE key = ?", (packed, key))
     db.commit()
     db.close()
     with pytest.raises(ReplayDiverged, match=r"step 3: .*recorded"):

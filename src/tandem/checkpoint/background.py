@@ -7,53 +7,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import contextmanager
-from pathlib import Path
 from types import TracebackType
 
-import torch
-from torch import Tensor
+from tandem.checkpoint.image import FileImage
 
 logger = logging.getLogger(__name__)
-
-
-class Deferral:
-    """Files under ``root`` that are written when the block of their staging has ended."""
-
-    def __init__(self, root: Path, buffers: dict[str, dict[str, Tensor]]) -> None:
-        self.root = root
-        self._buffers = buffers
-        self._actions: list[Callable[[], None]] = []
-
-    def later(self, action: Callable[[], None]) -> None:
-        self._actions.append(action)
-
-    def copied(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors as they are now, in memory that is kept for the next save of this file."""
-        file = path.absolute().relative_to(self.root).as_posix()
-        kept = self._buffers.get(file, {})
-        copies = {name: _buffer(kept.get(name), tensor) for name, tensor in tensors.items()}
-        self._buffers[file] = copies
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                copies[name].copy_(tensor)
-        return copies
-
-    def write(self) -> None:
-        for action in self._actions:
-            action()
-
-
-_OPEN: dict[Path, Deferral] = {}
-
-
-def deferral_at(path: Path) -> Deferral | None:
-    """The deferral that a file at ``path`` falls under; None: it is written at once."""
-    if not _OPEN:
-        return None
-    return next((_OPEN[parent] for parent in path.absolute().parents if parent in _OPEN), None)
 
 
 class BackgroundWriter:
@@ -64,7 +24,8 @@ class BackgroundWriter:
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, dict[str, Tensor]] = {}
+        self.images: dict[str, FileImage] = {}
+        """Memory of the files that was copied into, kept for the next save."""
         self._pending: Future[None] | None = None
 
     def __enter__(self) -> BackgroundWriter:
@@ -100,16 +61,6 @@ class BackgroundWriter:
         self._pending = future = Future[None]()
         threading.Thread(target=_run, args=(work, future), name="checkpoint", daemon=True).start()
 
-    @contextmanager
-    def deferring(self, root: Path) -> Iterator[Deferral]:
-        """From now on tensors and state of files under ``root`` are copied and not yet written."""
-        root = root.absolute()
-        _OPEN[root] = deferral = Deferral(root, self._buffers)
-        try:
-            yield deferral
-        finally:
-            del _OPEN[root]
-
 
 def _run(work: Callable[[], None], future: Future[None]) -> None:
     try:
@@ -118,9 +69,3 @@ def _run(work: Callable[[], None], future: Future[None]) -> None:
         future.set_exception(error)
     else:
         future.set_result(None)
-
-
-def _buffer(kept: Tensor | None, like: Tensor) -> Tensor:
-    if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
-        return kept
-    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")

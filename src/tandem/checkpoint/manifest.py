@@ -43,29 +43,30 @@ class CheckpointDir:
     extra: Mapping[str, Any]
 
 
-def write_manifest(directory: Path, *, step: int, extra: Mapping[str, Any]) -> None:
+def write_manifest(
+    directory: Path, *, step: int, extra: Mapping[str, Any], digests: Mapping[str, str]
+) -> None:
     """Make every file of ``directory`` durable, then describe them all in a durable manifest.
 
-    ``extra`` is plain JSON, as ``encode`` makes it.
+    ``extra`` is plain JSON, as ``encode`` makes it. ``digests`` are those of files, by name, whose
+    writer has made them; the others are read.
     """
     paths = list(_walk(directory))
     folders = [Path(folder) for folder, _, _ in os.walk(directory)]
     # The disk and the processor take about as long as each other, so they work at the same time.
     with ThreadPoolExecutor(1) as disk:
         durable = [disk.submit(sync, path) for path in (*paths, *folders)]
-        files = [
-            {
-                "name": path.relative_to(directory).as_posix(),
-                "size": path.stat().st_size,
-                "sha256": sha256_file(path),
-            }
-            for path in paths
-        ]
+        files = [_describe(path, path.relative_to(directory).as_posix(), digests) for path in paths]
         for done in durable:
             done.result()
     record = {"format": _FORMAT, "step": step, "files": files, "extra": extra}
     record["sha256"] = _digest(record)
     write_durably(directory / MANIFEST_NAME, json.dumps(record, indent=1, allow_nan=False))
+
+
+def _describe(path: Path, name: str, digests: Mapping[str, str]) -> dict[str, Any]:
+    digest = digests.get(name) or sha256_file(path)
+    return {"name": name, "size": path.stat().st_size, "sha256": digest}
 
 
 def _walk(directory: Path) -> Iterator[Path]:

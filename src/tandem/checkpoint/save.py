@@ -8,15 +8,13 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-
-from tandem.checkpoint.background import BackgroundWriter, Deferral
+from tandem.checkpoint.background import BackgroundWriter
 from tandem.checkpoint.directory import (
     STAGING_PREFIX,
     checkpoints_dir,
@@ -27,6 +25,7 @@ from tandem.checkpoint.directory import (
     step_dir,
     verify_cached,
 )
+from tandem.checkpoint.files import StagedFiles, staged_files
 from tandem.checkpoint.manifest import write_manifest
 from tandem.checkpoint.remote import upload
 from tandem.checkpoint.scratch import ScratchDirectory, create_scratch
@@ -90,15 +89,15 @@ def staging(
         raise _write_error(target, error) from error
     opened = Staging(scratch.path, step)
     try:
-        with background.deferring(scratch.path) if background else nullcontext() as deferral:
+        with staged_files(scratch.path, background.images if background else None) as files:
             yield opened
         extra = encode(dict(opened.manifest_extra), where="manifest_extra")
     except BaseException as error:
         _discard(scratch)
-        if isinstance(error, OSError | SafetensorError):
+        if isinstance(error, OSError):
             raise _write_error(target, error) from error
         raise
-    finish = partial(_finish, scratch, target, step, extra, deferral, keep, upload_url)
+    finish = partial(_finish, scratch, target, step, extra, files, keep, upload_url)
     if background is None:
         finish()
     else:
@@ -110,17 +109,16 @@ def _finish(
     target: Path,
     step: int,
     extra: dict[str, Any],
-    deferral: Deferral | None,
+    files: StagedFiles,
     keep: int | None,
     upload_url: str | None,
 ) -> None:
     """From files, or what is to become files, to a checkpoint that counts."""
     try:
-        if deferral is not None:
-            deferral.write()
-        write_manifest(scratch.path, step=step, extra=extra)
+        files.write()
+        write_manifest(scratch.path, step=step, extra=extra, digests=files.digests)
         _land(scratch.path, target)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise _write_error(target, error) from error
     finally:
         _discard(scratch)

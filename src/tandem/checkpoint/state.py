@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tandem.checkpoint.background import deferral_at
+from tandem.checkpoint.files import write_other
 from tandem.errors import CheckpointError
 from tandem.files import write_durably
 
@@ -32,11 +32,7 @@ def write_state(path: Path | str, obj: Any, *, allow_nonfinite: bool = False) ->
     """
     path = Path(path)
     encoded = encode(obj, allow_nonfinite=allow_nonfinite)
-    deferral = deferral_at(path)
-    if deferral is None:
-        _write(path, encoded)
-    else:
-        deferral.later(partial(_write, path, encoded))
+    write_other(path, partial(_write, path, encoded))
 
 
 def _write(path: Path, encoded: Any) -> None:

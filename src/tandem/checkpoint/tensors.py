@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from tandem.checkpoint.background import deferral_at
+from tandem.checkpoint.files import write_file
 from tandem.errors import CheckpointError
 
 _TIED = "tandem.tied"
@@ -27,7 +24,7 @@ def write_tensors(path: Path | str, tensors: Mapping[str, Tensor]) -> None:
     Inside a staging with a background writer they are copied, and written when the block has ended.
 
     Raises:
-        CheckpointError: the file cannot be written.
+        CheckpointError: the file cannot be written, or the format has no word for a dtype.
     """
     path = Path(path)
     stored: dict[str, Tensor] = {}
@@ -39,23 +36,7 @@ def write_tensors(path: Path | str, tensors: Mapping[str, Tensor]) -> None:
             stored[name] = tensor
         else:
             tied[name] = first
-    deferral = deferral_at(path)
-    if deferral is not None:
-        deferral.later(partial(_save, path, deferral.copied(path, stored), tied))
-        return
-    used: set[int] = set()
-    _save(path, {name: _own_memory(tensor, used) for name, tensor in stored.items()}, tied)
-
-
-def _save(path: Path, stored: Mapping[str, Tensor], tied: Mapping[str, str]) -> None:
-    try:
-        save_file(dict(stored), str(path), metadata={"format": "pt", _TIED: json.dumps(tied)})
-    except (SafetensorError, OSError) as error:
-        size = sum(tensor.nbytes for tensor in stored.values())
-        raise CheckpointError(
-            f"{path}: cannot write {size} bytes of tensors ({error}); free disk space or choose "
-            "another directory"
-        ) from error
+    write_file(path, stored, {"format": "pt", _TIED: json.dumps(tied)})
 
 
 def _identity(name: str, tensor: Tensor) -> tuple[object, ...]:
@@ -64,17 +45,6 @@ def _identity(name: str, tensor: Tensor) -> tuple[object, ...]:
     storage = tensor.untyped_storage().data_ptr()
     place = (tensor.device, storage, tensor.storage_offset())
     return (*place, tuple(tensor.shape), tensor.stride(), tensor.dtype)
-
-
-def _own_memory(tensor: Tensor, used: set[int]) -> Tensor:
-    """The same values, contiguous, in memory that no other stored tensor uses."""
-    tensor = tensor.detach()
-    storage = tensor.untyped_storage()
-    is_whole = tensor.is_contiguous() and storage.nbytes() == tensor.nbytes
-    if not is_whole or storage.data_ptr() in used:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    used.add(tensor.untyped_storage().data_ptr())
-    return tensor
 
 
 def read_tensors(path: Path | str, *, device: str = "cpu") -> dict[str, Tensor]:

@@ -282,7 +282,12 @@ def concat_batches(batches: Sequence[TensorDict]) -> TensorDict:
     if not batches:
         raise DataError("concat_batches: received no batches, expected at least one")
     # Plain dicts: looking a key up in a TensorDict costs as much as a small tensor.
-    parts = [dict(batch.items()) for batch in batches]
+    fields = concat_columns([dict(batch.items()) for batch in batches])
+    return TensorDict(fields, batch_size=[sum(batch.batch_size[0] for batch in batches)])
+
+
+def concat_columns(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """``concat_batches`` of the columns of batches, as plain tensors."""
     names = parts[0].keys()
     for index, part in enumerate(parts):
         if part.keys() != names:
@@ -294,8 +299,7 @@ def concat_batches(batches: Sequence[TensorDict]) -> TensorDict:
     if not nested.pop():
         width = max(part["input_ids"].shape[1] for part in parts)
         parts = [_widened(part, width) for part in parts]
-    fields = {name: _cat([part[name] for part in parts]) for name in names}
-    return TensorDict(fields, batch_size=[sum(batch.batch_size[0] for batch in batches)])
+    return {name: _cat([part[name] for part in parts]) for name in names}
 
 
 def _widened(part: dict[str, Any], width: int) -> dict[str, Any]:

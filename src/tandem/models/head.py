@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tandem.errors import DataError
 from tandem.models.invariant import ROWS
 from tandem.models.normaliser import PIECE, SUM_BLOCK, combine_exp_sums, exp_sums
+from tandem.models.processor import product_dtype
 
 
 def token_logprobs(
@@ -31,9 +32,10 @@ def token_logprobs(
     """fp32 log-probability of every target, and entropy, of ``softmax((h W' + b) / temperature)``.
 
     At most about ``chunk * V`` logits exist at a time (``SUM_BLOCK`` columns at least): the
-    vocabulary is walked in blocks, forward and backward. The product runs in the dtype of
-    ``hidden_NH``, everything after it in fp32 (float64 if the hidden states are). Differentiable
-    with respect to hidden states, weight and bias, through the entropy too.
+    vocabulary is walked in blocks, forward and backward. The weight is rounded to the dtype of
+    ``hidden_NH``, in which the product runs (or in fp32, where the processor does that faster);
+    everything after it is fp32 (float64 if the hidden states are). Differentiable with respect to
+    hidden states, weight and bias, through the entropy too.
     """
     if chunk < 1:
         raise DataError(f"chunk: got {chunk}, allowed: an integer >= 1")
@@ -120,6 +122,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, logsumexp, entropy, kept = ctx.saved_tensors
         projection = _Projection(hidden, weight, bias, temperature, ctx.chunk)
+        rows = projection.hidden
         of_logprob, of_entropy = grads
         scale = projection.scale[:, 0]
         slopes = _Slopes(logsumexp, of_logprob, of_entropy, entropy, scale)
@@ -136,7 +139,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden.add_(grad @ projection.weight(start))
             if grad_weight is not None:
-                _product_into(grad_weight[block], grad.T, hidden)
+                _product_into(grad_weight[block], grad.T, rows)
             if grad_bias is not None:
                 grad_bias[block] = grad.sum(0).to(bias.dtype)
         if grad_hidden is not None:
@@ -159,7 +162,8 @@ class _Projection:
         temperature: Tensor,
         chunk: int,
     ) -> None:
-        self._hidden, self._weight, self._bias = hidden, weight, bias
+        self.hidden = hidden.to(product_dtype(hidden.dtype, hidden.device))
+        self._weight, self._bias, self._rounded_to = weight, bias, hidden.dtype
         self.dtype = torch.promote_types(hidden.dtype, torch.float32)
         self.scale = temperature.to(self.dtype).reciprocal()[:, None]
         self._is_scaled = bool((self.scale != 1).any())
@@ -171,8 +175,8 @@ class _Projection:
     def logits(self, start: int) -> Tensor:
         """Temperature-scaled logits of the block at ``start``; overwritten by the next call."""
         weight = self.weight(start)
-        product = self._buffer(self._hidden.dtype, weight.shape[0])
-        torch.mm(self._hidden, weight.T, out=product)
+        product = self._buffer(weight.dtype, weight.shape[0])
+        torch.mm(self.hidden, weight.T, out=product)
         logits = product
         if product.dtype != self.dtype:
             logits = self._buffer(self.dtype, weight.shape[0]).copy_(product)
@@ -184,20 +188,20 @@ class _Projection:
         """Rows of the weight of the block at ``start``, in the dtype of the product."""
         if self._weight_at[0] != start:
             block = self._weight[start : start + self._size]
-            self._weight_at = start, block.to(self._hidden.dtype)
+            self._weight_at = start, block.to(self._rounded_to).to(self.hidden.dtype)
         return self._weight_at[1]
 
     def result(self, logits: Tensor, kept: Tensor | None) -> Tensor:
         """Where the gradient of a block goes: over what it is made of, unless that is kept."""
-        if kept is None and logits.dtype == self._hidden.dtype:
+        if kept is None and logits.dtype == self.hidden.dtype:
             return logits
-        return self._buffer(self._hidden.dtype, logits.shape[1])
+        return self._buffer(self.hidden.dtype, logits.shape[1])
 
     def _buffer(self, dtype: torch.dtype, width: int) -> Tensor:
-        rows = self._hidden.shape[0]
+        rows = self.hidden.shape[0]
         if dtype not in self._memory:
             whole = rows * min(self._size, self._weight.shape[0])
-            self._memory[dtype] = torch.empty(whole, dtype=dtype, device=self._hidden.device)
+            self._memory[dtype] = torch.empty(whole, dtype=dtype, device=self.hidden.device)
         return self._memory[dtype][: rows * width].view(rows, width)
 
 

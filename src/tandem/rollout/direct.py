@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from tandem.config.schema import RolloutConfig
 from tandem.errors import DataError, RolloutError
-from tandem.rollout.loop import EpisodeLoop, Outcome
+from tandem.rollout.loop import EpisodeLoop
 from tandem.rollout.rows import join_rows
-from tandem.rollout.runs import FIRST_FREE_ID, FaultBudget, Run, describe_error
+from tandem.rollout.runs import FIRST_FREE_ID, FaultBudget, Outcome, Run, describe_error
 from tandem.rollout.workflow import Episode, RolloutWorkflow
 from tandem.types import EpisodeState, Prompt
 

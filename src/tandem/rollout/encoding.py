@@ -18,12 +18,11 @@ from tensordict import TensorDict
 
 from tandem.data.batch import KEYS
 from tandem.errors import DataError, StoreError
+from tandem.rollout.rows import PER_ROW, EpisodeRows
 
-_DERIVED = ("attempt", "episode_ids")
 _NARROW = frozenset(
     name for name, spec in KEYS.items() if spec.dtype == torch.int64 and spec.shape == "BT"
 )
-_INT32 = np.iinfo(np.int32)
 _NAMES = {
     torch.bool: "BOOL",
     torch.uint8: "U8",
@@ -41,7 +40,7 @@ _Entry = tuple[str, str, tuple[int, ...], int]
 """Name, dtype, shape and size in bytes of one tensor."""
 
 
-def pack_rows(rows: TensorDict) -> bytes:
+def pack_rows(rows: EpisodeRows) -> bytes:
     """The bytes of what ``check_rows`` returned.
 
     Raises:
@@ -49,9 +48,7 @@ def pack_rows(rows: TensorDict) -> bytes:
     """
     entries: list[_Entry] = []
     parts: list[bytes] = []
-    for name, tensor in sorted(rows.items()):
-        if name in _DERIVED:
-            continue
+    for name, tensor in sorted(rows.with_columns(PER_ROW).items()):
         kind, data = _encode(name, tensor)
         entries.append((name, kind, tuple(tensor.shape), len(data)))
         parts.append(data)
@@ -68,13 +65,11 @@ def _encode(name: str, tensor: Any) -> tuple[str, bytes]:
     if kind == "BF16":  # numpy has none
         return kind, tensor.detach().cpu().contiguous().view(torch.int16).numpy().tobytes()
     array = tensor.numpy(force=True)
-    if kind == "I64" and name in _NARROW and _fits(array):
-        return "I32", array.astype(np.int32).tobytes()
+    if kind == "I64" and name in _NARROW:
+        narrow = array.astype(np.int32)
+        if not np.count_nonzero(narrow != array):
+            return "I32", narrow.tobytes()
     return kind, array.tobytes()
-
-
-def _fits(array: np.ndarray[Any, Any]) -> bool:
-    return bool(array.min() >= _INT32.min and array.max() <= _INT32.max)
 
 
 @lru_cache(maxsize=4096)

@@ -11,17 +11,16 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tensordict import TensorDict
-
 from tandem.errors import EngineError, RolloutError
-from tandem.rollout.rows import check_rows
-from tandem.rollout.runs import FATAL, Run
+from tandem.rollout.deadlines import Deadlines
+from tandem.rollout.rows import EpisodeRows, check_rows
+from tandem.rollout.runs import FATAL, Outcome, Run, Settle
 from tandem.rollout.runtime import Runtime, ThreadRuntime
 from tandem.rollout.workflow import EpisodeListener
 from tandem.store.records import EpisodeRecord
-from tandem.types import EpisodeState
 
 if TYPE_CHECKING:
     from tandem.rollout.engine import InferenceEngine
@@ -29,10 +28,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-
-Outcome = tuple[EpisodeState, str | None]
-Settle = Callable[[Run, BaseException | None], Outcome]
-"""Called under the lock when an attempt ends; returns the state and the reason to report."""
 
 _CURRENT: ContextVar[Run | None] = ContextVar("tandem_rollout_run", default=None)
 
@@ -64,6 +59,7 @@ class EpisodeLoop:
         self.num_ended = 0
         self.fatal: BaseException | None = None
         self._engine = engine
+        self._deadlines = Deadlines(self.runtime, self._expire)
         self._on_episode = on_episode
         self._temperature = temperature
 
@@ -86,6 +82,8 @@ class EpisodeLoop:
             for run in runs:
                 self._give_up(run)
         self.runtime.stop(_cancel(runs, CLOSE_TIMEOUT_S), CLOSE_TIMEOUT_S)
+        with self.lock:
+            self._deadlines.clear()
 
     @property
     def is_running(self) -> bool:
@@ -118,13 +116,13 @@ class EpisodeLoop:
             )
 
     def launch(self, run: Run, settle: Settle, reported: Callable[[Run], None]) -> None:
-        """Start an attempt; only in the rollout thread. ``reported`` comes after the listeners."""
-        loop = self.runtime.loop
-        run.started_at = self.now()
+        """Start an attempt; only in the rollout thread, under the lock. ``reported`` comes after
+        the listeners."""
+        run.started_at, run.settle, run.reported = self.now(), settle, reported
         self.active.add(run)
-        run.timer = loop.call_later(run.timeout_s, self._expire, run, settle, reported)
-        run.task = loop.create_task(self._attempt(run), name=run.name)
-        run.task.add_done_callback(lambda task: self._ended(run, task, settle, reported))
+        self._deadlines.add(run)
+        run.task = self.runtime.loop.create_task(self._attempt(run), name=run.episode.uid)
+        run.task.add_done_callback(partial(self._ended, run))
 
     def abandon(self, run: Run) -> None:
         """Give an attempt up: cancel it, ignore its result. Under the lock, from any thread."""
@@ -204,7 +202,7 @@ class EpisodeLoop:
         waiting = any(not run.has_requested for run in self.active)
         return self.fatal is not None or not waiting
 
-    async def _attempt(self, run: Run) -> TensorDict | None:
+    async def _attempt(self, run: Run) -> EpisodeRows | None:
         _CURRENT.set(run)
         rows = await run.workflow.arun_episode(self._engine, run.episode)
         if rows is None:
@@ -217,25 +215,19 @@ class EpisodeLoop:
 
     def _give_up(self, run: Run) -> None:
         run.settled = True
+        self._is_over(run)
+
+    def _is_over(self, run: Run) -> None:
         self.active.discard(run)
-        if run.timer is not None:
-            self.call_soon(run.timer.cancel)
+        self._deadlines.discard(run)
 
-    def _expire(self, run: Run, settle: Settle, reported: Callable[[Run], None]) -> None:
-        error = TimeoutError(f"{run.name} did not end within {run.timeout_s:g} s")
-        self._settle(run, error, settle, reported)
-        assert run.task is not None
-        run.task.cancel()
+    def _expire(self, run: Run) -> None:
+        self._settle(run, TimeoutError(f"{run.name} did not end within {run.timeout_s:g} s"))
+        if run.task is not None:
+            run.task.cancel()
 
-    def _ended(
-        self,
-        run: Run,
-        task: asyncio.Task[TensorDict | None],
-        settle: Settle,
-        reported: Callable[[Run], None],
-    ) -> None:
-        assert run.timer is not None
-        run.timer.cancel()
+    def _ended(self, run: Run, task: asyncio.Task[EpisodeRows | None]) -> None:
+        run.task = None  # it keeps the rows for as long as the run is kept
         self.num_ended += 1
         if task.cancelled():
             error: BaseException | None = RolloutError(f"{run.name} was cancelled from inside")
@@ -243,16 +235,13 @@ class EpisodeLoop:
             error = task.exception()
         if isinstance(error, FATAL):
             self.set_fatal(error)
-        self._settle(run, error, settle, reported, rows=None if error else task.result())
+        self._settle(run, error, rows=None if error else task.result())
 
     def _settle(
-        self,
-        run: Run,
-        error: BaseException | None,
-        settle: Settle,
-        reported: Callable[[Run], None],
-        rows: TensorDict | None = None,
+        self, run: Run, error: BaseException | None, rows: EpisodeRows | None = None
     ) -> None:
+        assert run.settle is not None
+        assert run.reported is not None
         listeners = self._listeners(run)
         try:
             with self.lock:
@@ -260,8 +249,8 @@ class EpisodeLoop:
                     self.num_late += error is None
                     return
                 run.settled, run.rows = True, rows
-                self.active.discard(run)
-                state, reason = settle(run, error)
+                self._is_over(run)
+                state, reason = run.settle(run, error)
                 record = run.record(state, reason, self.now()) if listeners else None
             if record is not None:
                 self._report(listeners, record)
@@ -269,7 +258,7 @@ class EpisodeLoop:
             self.set_fatal(failure)
         finally:
             with self.lock:
-                reported(run)
+                run.reported(run)
                 self.lock.notify_all()
 
 

@@ -6,7 +6,6 @@ journal, which keeps it. Waiting, deadlines and the callers' side are the execut
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,10 +14,10 @@ from tandem.config.schema import RolloutConfig
 from tandem.errors import DataError, RolloutError, TandemError
 from tandem.observe.moments import reach
 from tandem.rollout.journal import Journal
-from tandem.rollout.loop import EpisodeLoop, Outcome
+from tandem.rollout.loop import EpisodeLoop
 from tandem.rollout.meters import Meters
 from tandem.rollout.rows import check_rows, join_rows
-from tandem.rollout.runs import FIRST_FREE_ID, FaultBudget, Run, describe_error
+from tandem.rollout.runs import FIRST_FREE_ID, FaultBudget, Outcome, Run, describe_error
 from tandem.rollout.staleness import StalenessLedger
 from tandem.rollout.workflow import Episode, RolloutWorkflow
 from tandem.store import StoreWriter
@@ -117,12 +116,12 @@ class Pipeline:
 
     def _close(self, run: Run, state: EpisodeState, reason: str) -> Outcome:
         """Final without training: drop the run, remembering its attempt in case it comes again."""
+        if self.ledger.state_of(run.episode_id) is EpisodeState.QUEUED:
+            self.queue.remove(run)
         self.ledger.close(run.episode_id, state)
         self.journal.closed(run, state, reason, self._version())
         self._attempts[run.episode_id] = run.episode.attempt
         del self.runs[run.episode_id]
-        with contextlib.suppress(ValueError):
-            self.queue.remove(run)
         self._loop.enough.notify_all()
         return state, reason
 
@@ -175,7 +174,8 @@ class Pipeline:
             outcome = self._judge(run, self._filter)
             if outcome[0] is EpisodeState.READY:
                 self.journal.ready(run)
-        self._start_admitted()
+                return outcome
+        self.wake()
         return outcome
 
     def _become_ready(self, runs: Sequence[Run]) -> None:
@@ -205,7 +205,7 @@ class Pipeline:
         assert run.rows is not None
         run.judged_by = accept
         try:
-            accepted = accept is None or bool(accept(run.rows))
+            accepted = accept is None or bool(accept(run.rows.batch()))
         except Exception as error:
             return self._fail(run, error)
         if not accepted:

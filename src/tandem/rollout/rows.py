@@ -5,15 +5,17 @@ Tensors only; states and clocks are the executor's, bytes are ``encoding``'s.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from numpy import count_nonzero
 from tensordict import TensorDict
 
-from tandem.data.batch import concat_batches
+from tandem.data.batch import concat_columns
 from tandem.errors import DataError
 
 REQUIRED_PER_TOKEN = {
@@ -31,6 +33,9 @@ PER_ROW = {
     "temperature": torch.float32,
 }
 """What a workflow may leave out."""
+
+OF_EPISODE = ("episode_ids", "attempt")
+"""What follows from the episode; a workflow's own are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +60,48 @@ class RowFacts:
 NO_ROWS = RowFacts(0, 0, None, None, None, None, None, 0)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class EpisodeRows:
+    """Checked rows of one attempt, as the workflow's own tensors.
+
+    Not a TensorDict, which costs as much as all checks. Columns that the workflow left out and that
+    are one value for the episode are made when somebody wants them: ``group_ids`` (one group),
+    ``sample_ids`` (one trajectory a row), ``truncated`` (none is), ``temperature``.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    num_rows: int
+    episode_id: int
+    attempt: int
+    temperature: float = 1.0
+
+    def with_columns(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """All tensors, with those of ``names`` that the workflow left out."""
+        left_out = [name for name in names if name not in self.tensors]
+        if not left_out:
+            return self.tensors
+        return self.tensors | {name: self._column(name) for name in left_out}
+
+    def _column(self, name: str) -> torch.Tensor:
+        if name == "sample_ids":
+            return torch.arange(self.num_rows)
+        return torch.full((self.num_rows,), self.value_of(name), dtype=PER_ROW[name])
+
+    def value_of(self, name: str) -> int | float | bool:
+        """The one value of a column that was left out."""
+        if name == "group_ids":
+            return self.episode_id
+        return self.temperature if name == "temperature" else False
+
+    def batch(self) -> TensorDict:
+        """The rows with all columns, as a filter sees them."""
+        return _batch([self], self.with_columns(PER_ROW))
+
+
 def check_rows(
     rows: Any, episode_id: int, attempt: int, *, temperature: float = 1.0
-) -> tuple[TensorDict, RowFacts]:
-    """A copy of what a workflow returned with ids of its episode, or ``DataError`` saying why not.
-
-    What the workflow left out is filled in: ``group_ids`` and ``sample_ids`` (one group, one
-    trajectory a row), ``truncated`` (none is) and ``temperature`` (the configured one).
-    """
+) -> tuple[EpisodeRows, RowFacts]:
+    """What a workflow returned as rows of its episode, or ``DataError`` saying why not."""
     where = f"rows of episode {episode_id}"
     if not isinstance(rows, TensorDict):
         raise DataError(f"{where}: got {type(rows).__name__}, allowed: TensorDict or None")
@@ -71,8 +110,7 @@ def check_rows(
             f"{where}: batch_size {list(rows.batch_size)}, allowed: [B], B >= 1; return None to "
             "reject an episode"
         )
-    # A plain dict: every access to a TensorDict costs as much as a check.
-    tensors = dict(rows.items())
+    tensors = {name: value for name, value in rows.items() if name not in OF_EPISODE}
     num_rows = rows.batch_size[0]
     shape = _require(tensors, "input_ids", torch.int64, where).shape
     if len(shape) != 2 or shape[1] < 1:
@@ -86,25 +124,11 @@ def check_rows(
     rewards = _require(tensors, "rewards", torch.float32, where)
     if rewards.shape != (num_rows,):
         raise DataError(f"{where}: rewards has shape {list(rewards.shape)}, allowed: [{num_rows}]")
-    facts = _facts(rewards.numpy(force=True), where, **per_token)
-    _fill_in(tensors, num_rows, episode_id, temperature, where)
-    tensors["episode_ids"] = torch.full((num_rows,), episode_id, dtype=torch.int64)
-    tensors["attempt"] = torch.full((num_rows,), attempt, dtype=torch.int64)
-    return TensorDict(tensors, batch_size=[num_rows]), facts
-
-
-def _fill_in(
-    tensors: dict[str, Any], num_rows: int, episode_id: int, temperature: float, where: str
-) -> None:
     for key, dtype in PER_ROW.items():
-        if key in tensors:
-            if _require(tensors, key, dtype, where).shape != (num_rows,):
-                raise DataError(f"{where}: {key} has another shape than [{num_rows}]")
-        elif key == "sample_ids":
-            tensors[key] = torch.arange(num_rows)
-        else:
-            value = {"group_ids": episode_id, "truncated": False, "temperature": temperature}[key]
-            tensors[key] = torch.full((num_rows,), value, dtype=dtype)
+        if key in tensors and _require(tensors, key, dtype, where).shape != (num_rows,):
+            raise DataError(f"{where}: {key} has another shape than [{num_rows}]")
+    facts = _facts(rewards.numpy(force=True), where, **per_token)
+    return EpisodeRows(tensors, num_rows, episode_id, attempt, temperature), facts
 
 
 def _require(tensors: Mapping[str, Any], key: str, dtype: torch.dtype, where: str) -> torch.Tensor:
@@ -125,37 +149,49 @@ def _facts(
     logprobs: np.ndarray[Any, Any],
     versions: np.ndarray[Any, Any],
 ) -> RowFacts:
-    """Check the values and take what is worth knowing; in numpy, whose calls cost a third."""
-    if (loss_mask > attention_mask).any():
+    """Check the values and take what is worth knowing.
+
+    In numpy, and there by reductions of its functions, whose calls cost a third of those of arrays.
+    """
+    if count_nonzero(loss_mask > attention_mask):
         raise DataError(f"{where}: loss_mask covers padding")
-    if loss_mask[:, 0].any():
+    if count_nonzero(loss_mask[:, 0]):
         raise DataError(f"{where}: loss_mask covers token 0, which has no prediction")
     trained = versions[loss_mask]
     oldest, newest = _bounds(trained)
     if oldest is not None and oldest < 0:
         raise DataError(f"{where}: a trained token has no version; only sampled tokens are trained")
-    if not np.isfinite(logprobs[loss_mask]).all():
+    if count_nonzero(np.isfinite(logprobs[loss_mask])) < len(trained):
         raise DataError(f"{where}: a trained token has a log-probability that is not finite")
-    if np.isinf(rewards).any():
+    scored = [reward for reward in rewards.tolist() if reward == reward]
+    if any(map(math.isinf, scored)):
         raise DataError(f"{where}: a reward is infinite, allowed: finite numbers, NaN for no score")
-    scored = rewards[rewards == rewards]
-    made_oldest, made_newest = _bounds(versions[versions >= 0])
+    made_oldest, made_newest = _bounds_of_made(versions)
+    lengths_B = np.add.reduce(loss_mask, axis=1, dtype=np.int64)
     return RowFacts(
         num_rows=len(rewards),
         num_trained=len(trained),
-        reward=float(scored.sum(dtype=np.float64)) / len(scored) if len(scored) else None,
+        reward=math.fsum(scored) / len(scored) if scored else None,
         oldest=made_oldest,
         newest=made_newest,
         trained_oldest=oldest,
         trained_newest=newest,
-        squared_lengths=int((loss_mask.sum(1, dtype=np.int64) ** 2).sum()),
+        squared_lengths=int(lengths_B.dot(lengths_B)),
     )
 
 
 def _bounds(versions: np.ndarray[Any, Any]) -> tuple[int | None, int | None]:
     if versions.size == 0:
         return None, None
-    return int(versions.min()), int(versions.max())
+    return int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
+
+
+def _bounds_of_made(versions: np.ndarray[Any, Any]) -> tuple[int | None, int | None]:
+    """Of the versions that are not negative, which as unsigned numbers come first."""
+    newest = int(np.maximum.reduce(versions, axis=None))
+    if newest < 0:
+        return None, None
+    return int(np.minimum.reduce(versions.view(np.uint64), axis=None)), newest
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,14 +209,14 @@ class Staleness:
 
 
 def join_rows(
-    episodes: Sequence[TensorDict], *, version: int | None = None, max_staleness: int = 0
+    episodes: Sequence[EpisodeRows], *, version: int | None = None, max_staleness: int = 0
 ) -> tuple[TensorDict, Staleness]:
     """One batch of all rows; with ``version``, tokens older than ``max_staleness`` leave the mask.
 
     ``sample_ids`` are numbered anew, so that equal numbers of two episodes do not meet.
     """
-    batch = concat_batches(episodes)
-    batch["sample_ids"] = _numbered(batch["sample_ids"], [len(rows) for rows in episodes])
+    named = [name for name in PER_ROW if any(name in rows.tensors for rows in episodes)]
+    batch = _batch(episodes, concat_columns([rows.with_columns(named) for rows in episodes]))
     if version is None:
         return batch, Staleness(0, 0.0, 0)
     mask = batch["loss_mask"]
@@ -196,9 +232,31 @@ def join_rows(
     return batch, Staleness(int(lags.max()), mean, masked, trained, lengths)
 
 
+def _batch(episodes: Sequence[EpisodeRows], fields: Mapping[str, torch.Tensor]) -> TensorDict:
+    """Joined columns, with those that no workflow gave and those of the episodes."""
+    sizes = [rows.num_rows for rows in episodes]
+    made: dict[str, Any] = {
+        name: _repeated([rows.value_of(name) for rows in episodes], sizes, PER_ROW[name])
+        for name in PER_ROW
+        if name not in fields and name != "sample_ids"
+    }
+    made["sample_ids"] = (
+        _numbered(fields["sample_ids"], sizes)
+        if "sample_ids" in fields
+        else torch.arange(sum(sizes))
+    )
+    made["episode_ids"] = _repeated([rows.episode_id for rows in episodes], sizes, torch.int64)
+    made["attempt"] = _repeated([rows.attempt for rows in episodes], sizes, torch.int64)
+    return TensorDict({**fields, **made}, batch_size=[sum(sizes)])
+
+
+def _repeated(values: Sequence[Any], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.repeat(values, sizes)).to(dtype)
+
+
 def _numbered(sample_ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
     """Numbers of (episode, sample): those of an episode in their order, episode after episode."""
-    episodes = np.repeat(np.arange(len(sizes)), sizes)
-    pairs = np.stack([episodes, sample_ids.numpy(force=True)])
-    _, numbers = np.unique(pairs, axis=1, return_inverse=True)
-    return torch.from_numpy(numbers.reshape(-1)).to(sample_ids.device)
+    known, ranks = np.unique(sample_ids.numpy(force=True), return_inverse=True)
+    pairs = np.repeat(np.arange(len(sizes)), sizes) * len(known) + ranks
+    _, numbers = np.unique(pairs, return_inverse=True)
+    return torch.from_numpy(numbers).to(sample_ids.device)

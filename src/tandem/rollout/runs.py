@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tensordict import TensorDict
-
 from tandem.errors import CapabilityError, ConfigError, RolloutError
-from tandem.rollout.rows import RowFacts
+from tandem.rollout.rows import EpisodeRows, RowFacts
 from tandem.rollout.workflow import Episode, OverlongPromptError, RolloutWorkflow
 from tandem.store.records import Content, EpisodeRecord
 from tandem.types import EPISODE_STRIDE, EpisodeState
@@ -22,10 +21,16 @@ FIRST_FREE_ID = EPISODE_STRIDE << 22
 """Ids of episodes that are not of a prompt stream start here, above every (epoch, position)."""
 
 
+Outcome = tuple[EpisodeState, str | None]
+Settle = Callable[["Run", BaseException | None], Outcome]
+"""Called under the lock when an attempt ends; returns the state and the reason to report."""
+
+
 @dataclass(slots=True, eq=False)
 class Run:
     """An attempt. ``settled`` as soon as its outcome is decided; what comes later is ignored.
 
+    ``settle`` decides it, ``reported`` is called after the listeners were told.
     ``key`` is that of the trajectory store once it is there; with ``is_stored`` it was there before
     and need not run. ``spans`` are seconds since the attempt began.
     """
@@ -36,10 +41,11 @@ class Run:
     timeout_s: float
     queued_at: float
     started_at: float | None = None
-    task: asyncio.Task[TensorDict | None] | None = None
-    timer: asyncio.TimerHandle | None = None
+    task: asyncio.Task[EpisodeRows | None] | None = None
+    settle: Settle | None = None
+    reported: Callable[[Run], None] | None = None
     started_version: int = 0
-    rows: TensorDict | None = None
+    rows: EpisodeRows | None = None
     facts: RowFacts | None = None
     spans: list[dict[str, Any]] = field(default_factory=list)
     key: int | None = None
@@ -70,7 +76,7 @@ class Run:
     def _rewards(self) -> tuple[float | None, ...]:
         noted = self.episode.notes.get("rewards")
         if noted is None:
-            noted = [] if self.rows is None else self.rows["rewards"].tolist()
+            noted = [] if self.rows is None else self.rows.tensors["rewards"].tolist()
         return tuple(None if reward is None or reward != reward else reward for reward in noted)
 
     def record(self, state: EpisodeState, reason: str | None, now: float) -> EpisodeRecord:
@@ -91,8 +97,8 @@ class Run:
         )
 
 
-def _version_ranges(rows: TensorDict) -> tuple[tuple[int, int] | None, ...]:
-    made = [row[row >= 0] for row in rows["versions"]]
+def _version_ranges(rows: EpisodeRows) -> tuple[tuple[int, int] | None, ...]:
+    made = [row[row >= 0] for row in rows.tensors["versions"]]
     return tuple((int(row.min()), int(row.max())) if row.numel() else None for row in made)
 
 

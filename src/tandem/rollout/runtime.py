@@ -29,7 +29,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def now(self) -> float:
-        """Seconds since some fixed moment; never goes back."""
+        """Seconds on the event loop's clock; never goes back."""
 
     @property
     @abstractmethod
@@ -92,7 +92,11 @@ class ThreadRuntime(Runtime):
         self._thread.start()
 
     def call_soon(self, function: Callable[[], object]) -> None:
-        self.loop.call_soon_threadsafe(function)
+        assert self._thread is not None
+        if threading.get_ident() == self._thread.ident:
+            self.loop.call_soon(function)  # without the system call that wakes the loop
+        else:
+            self.loop.call_soon_threadsafe(function)
 
     def flush(self, timeout_s: float) -> bool:
         passed = threading.Event()

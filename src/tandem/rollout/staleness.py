@@ -11,7 +11,6 @@ outlive its place in the queue.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,6 +69,10 @@ def capacity_at_version(
     return min(concurrency, (max_staleness + version + 1) * batch_size - (accepted + running))
 
 
+def _none() -> dict[EpisodeState, int]:
+    return dict.fromkeys(EpisodeState, 0)
+
+
 @dataclass(slots=True)
 class _Open:
     """An episode that is not final. ``oldest``/``newest``: versions of its trained tokens."""
@@ -111,7 +114,7 @@ class StalenessLedger:
         self.submitted = 0
         self.on_move: Callable[[int, EpisodeState | None, EpisodeState], None] | None = None
         """Told of every transition when it is done: id, the state before (None: new), the state."""
-        self._counts: Counter[EpisodeState] = Counter()
+        self._counts = _none()
         self._open: dict[int, _Open] = {}
         self._finished = 0
         self._pacer = Pacer(max_concurrent, batch_size) if stale_policy == "pace" else None
@@ -283,13 +286,14 @@ class StalenessLedger:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the counts of a checkpoint; what was open there is superseded and runs again."""
-        counts = Counter({EpisodeState(name): int(n) for name, n in state["counts"].items()})
+        counts = _none() | {EpisodeState(name): int(n) for name, n in state["counts"].items()}
         for open_state in OPEN_STATES:
-            counts[_S.SUPERSEDED] += counts.pop(open_state, 0)
+            counts[_S.SUPERSEDED] += counts[open_state]
+            counts[open_state] = 0
         self._open.clear()
         self._counts, self.submitted = counts, int(state["submitted"])
-        if self._counts.total() != self.submitted:
+        if sum(counts.values()) != self.submitted:
             raise RolloutError(
-                f"ledger state: counts add up to {self._counts.total()}, submitted is "
+                f"ledger state: counts add up to {sum(counts.values())}, submitted is "
                 f"{self.submitted}; the saved state is damaged"
             )

@@ -23,7 +23,7 @@ from tandem.config import RLConfig, load_config
 from tandem.errors import ConfigError, ReplayDiverged, StoreError
 from tandem.models.loading import resolve_model
 from tandem.rollout.encoding import unpack_rows
-from tandem.rollout.rows import join_rows
+from tandem.rollout.rows import check_rows, join_rows
 from tandem.store import STORE_FILE, Event, SqliteStore, TrajectoryStore
 from tandem.trainers.rl_learner import Learner, open_learner
 from tandem.trainers.run import seed_generators, set_threads
@@ -157,7 +157,8 @@ def _batch(
         rows = store.content(key).rows
         if rows is None:
             raise StoreError(f"step {step}: episode {episode_id} has no rows in the store")
-        episodes.append(unpack_rows(rows, episode_id=episode_id, attempt=attempt))
+        stored = unpack_rows(rows, episode_id=episode_id, attempt=attempt)
+        episodes.append(check_rows(stored, episode_id, attempt)[0])
     limit = config.rollout.max_staleness
     return join_rows(episodes, version=step - 1, max_staleness=limit)[0]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -120,7 +120,15 @@ def view_entry(data: Tensor, entry: TensorEntry) -> Tensor:
     return raw.view(torch_dtype(entry.dtype)).view(entry.shape)
 
 
-def verified_views(data: Tensor, manifest: Manifest) -> dict[str, Tensor]:
+Heed = Callable[[], None]
+"""Called between two tensors; raises to give up."""
+
+
+def go_on() -> None:
+    """The ``Heed`` that never gives up."""
+
+
+def verified_views(data: Tensor, manifest: Manifest, heed: Heed) -> dict[str, Tensor]:
     """Zero-copy views of every tensor, after checking each digest.
 
     Raises:
@@ -131,7 +139,11 @@ def verified_views(data: Tensor, manifest: Manifest) -> dict[str, Tensor]:
             f"weight version {manifest.version}: got {data.numel()} bytes, published: "
             f"{manifest.size_bytes}; publish the version again"
         )
-    damaged = [e.name for e in manifest.tensors if digest(data, e) != e.sha256]
+    damaged = []
+    for entry in manifest.tensors:
+        heed()
+        if digest(data, entry) != entry.sha256:
+            damaged.append(entry.name)
     if damaged:
         raise WeightSyncError(
             f"weight version {manifest.version}: sha256 differs for {', '.join(damaged)}; the "

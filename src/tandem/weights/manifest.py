@@ -106,9 +106,10 @@ class Manifest:
 
 
 class FileLocation(TypedDict):
-    """A file of this host; the data begins at byte ``data_start``. JSON-able."""
+    """A file of this host, on a disk or in shared memory; the data begins at byte ``data_start``.
+    JSON-able."""
 
-    kind: Literal["file"]
+    kind: Literal["file", "shared_memory"]
     path: str
     data_start: int
 
@@ -130,6 +131,13 @@ class Published:
 
     manifest: Manifest
     location: Location
+
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether a reader may compute with the opened tensors for long: they lie in memory, while
+        those of a file on a disk are read again whenever memory gets short."""
+        location = self.location
+        return isinstance(location, MemoryLocation) or location["kind"] == "shared_memory"
 
     def to_json(self) -> dict[str, Any]:
         """For another process of this host.

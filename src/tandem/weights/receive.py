@@ -9,24 +9,26 @@ import torch
 from torch import Tensor
 
 from tandem.errors import WeightSyncError
+from tandem.weights.bucket import Heed, go_on
 from tandem.weights.manifest import MemoryLocation, Published, compare_specs, dtype_name
 from tandem.weights.transports.inprocess import open_memory
 from tandem.weights.transports.mapped import open_file
 
 
 @contextmanager
-def open_published(published: Published) -> Iterator[dict[str, Tensor]]:
+def open_published(published: Published, *, heed: Heed = go_on) -> Iterator[dict[str, Tensor]]:
     """Every tensor of a version by name, without a copy; valid only inside the ``with``.
 
-    The sender does not reuse the memory meanwhile. Treat the tensors as read-only.
+    The sender does not reuse the memory meanwhile. Treat the tensors as read-only. What ``heed``
+    raises between the digests of two tensors ends the opening.
 
     Raises:
         WeightSyncError: a digest differs, or the version was replaced before it was read.
     """
     if isinstance(published.location, MemoryLocation):
-        opened = open_memory(published.location, published.manifest)
+        opened = open_memory(published.location, published.manifest, heed)
     else:
-        opened = open_file(published.location, published.manifest)
+        opened = open_file(published.location, published.manifest, heed)
     with opened as tensors:
         yield tensors
 

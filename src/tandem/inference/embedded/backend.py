@@ -6,16 +6,16 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.config.schema import InferenceConfig
 from tandem.errors import EngineError
 from tandem.inference.backend import GenerationBackend
 from tandem.inference.embedded.build import build_core
 from tandem.inference.embedded.core import EmbeddedCore
+from tandem.inference.embedded.filler import WeightFiller
 from tandem.inference.embedded.loop import CoreLoop
 from tandem.inference.embedded.pending import Pending
-from tandem.inference.embedded.weights import commit
 from tandem.inference.updates import PendingUpdate
 from tandem.types import LLMRequest, LLMResponse, WeightUpdateMeta, WeightVersion
 
@@ -51,6 +51,12 @@ def at_border(done: Future[None], config: InferenceConfig) -> None:
         ) from None
 
 
+class _Engine(NamedTuple):
+    core: EmbeddedCore
+    loop: CoreLoop
+    filler: WeightFiller
+
+
 class EmbeddedBackend(GenerationBackend):
     """Shares this process's torch threads with whatever else runs here (``threads`` is unused)."""
 
@@ -70,31 +76,33 @@ class EmbeddedBackend(GenerationBackend):
         self._incarnation = incarnation
         self._pending = Pending()
         self._starting = threading.Lock()
-        self._core: EmbeddedCore | None = None
-        self._loop: CoreLoop | None = None
+        self._engine: _Engine | None = None
 
     def start(self) -> None:
         with self._starting:
             self._pending.refuse_if_ended()
-            if self._loop is None:
-                self._core = build_core(
+            if self._engine is None:
+                core = build_core(
                     self._config,
                     self._model_path,
                     self._incarnation,
                     tokenizer_path=self._tokenizer_path,
                 )
-                self._loop = CoreLoop(self._core, deliver=self._pending.deliver, die=self._die)
-                self._loop.start()
+                loop = CoreLoop(core, deliver=self._pending.deliver, die=self._die)
+                self._engine = _Engine(core, loop, WeightFiller(core, loop))
+                loop.start()
 
     def close(self) -> None:
         self._pending.end(CLOSED)
         with self._starting:
-            loop, self._loop, self._core = self._loop, None, None
-        if loop is not None:
-            loop.close()
+            engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.filler.close()
+            engine.loop.close()
+            engine.core.weights.release()
 
     async def generate(self, req: LLMRequest) -> LLMResponse:
-        loop = self._running()
+        loop = self._running().loop
         return await self._pending.run(
             req,
             lambda ticket, request: loop.submit([(ticket, request)]),
@@ -102,11 +110,11 @@ class EmbeddedBackend(GenerationBackend):
         )
 
     def update_weights(self, meta: WeightUpdateMeta) -> Future[None]:
-        loop = self._running()
+        filler = self._running().filler
         update = self._pending.add_update(
             lambda: PendingUpdate(
                 meta,
-                lambda published: loop.call(lambda core: commit(core, published)),
+                filler.commit,
                 timeout_s=self._config.update_timeout_s,
                 on_stuck=self._pending.end,
             )
@@ -115,23 +123,23 @@ class EmbeddedBackend(GenerationBackend):
 
     @property
     def version(self) -> WeightVersion:
-        core = self._core
-        return WeightVersion(self._incarnation, 0) if core is None else core.version
+        engine = self._engine
+        return WeightVersion(self._incarnation, 0) if engine is None else engine.core.version
 
     def pause_generation(self) -> None:
-        at_border(self._running().call(EmbeddedCore.pause), self._config)
+        at_border(self._running().loop.call(EmbeddedCore.pause), self._config)
 
     def resume_generation(self) -> None:
-        at_border(self._running().call(EmbeddedCore.resume), self._config)
+        at_border(self._running().loop.call(EmbeddedCore.resume), self._config)
 
     def stats(self) -> Mapping[str, Any]:
-        return self._running().stats()
+        return self._running().loop.stats()
 
-    def _running(self) -> CoreLoop:
+    def _running(self) -> _Engine:
         self._pending.refuse_if_ended()
-        if self._loop is None:
+        if self._engine is None:
             raise EngineError("the generation backend is not started; call start() first")
-        return self._loop
+        return self._engine
 
     def _die(self, error: Exception) -> None:
         self._pending.end(f"the generation loop died: {type(error).__name__}: {error}")

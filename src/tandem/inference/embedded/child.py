@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, BinaryIO
@@ -20,6 +20,7 @@ from tandem.config.schema import InferenceConfig
 from tandem.errors import TandemError
 from tandem.inference.embedded.build import build_core
 from tandem.inference.embedded.core import EmbeddedCore, Finished
+from tandem.inference.embedded.filler import WeightFiller
 from tandem.inference.embedded.frames import (
     Frame,
     decode_request,
@@ -29,7 +30,6 @@ from tandem.inference.embedded.frames import (
     write_frame,
 )
 from tandem.inference.embedded.loop import CoreLoop
-from tandem.inference.embedded.weights import commit
 from tandem.weights import Published
 
 
@@ -63,6 +63,7 @@ class Child:
             self._send({"type": "refused", **encode_error(error)})
             return error.exit_code
         self._loop = CoreLoop(core, deliver=self._deliver, die=self._die)
+        self._filler = WeightFiller(core, self._loop)
         threading.Thread(target=self._read, name="tandem-frames", daemon=True).start()
         self._send({"type": "ready"})
         self._loop.run()
@@ -88,22 +89,22 @@ class Child:
             case "abort":
                 self._loop.abort(frame["tickets"])
             case "pause":
-                self._answer(frame, EmbeddedCore.pause)
+                self._answer(frame, self._loop.call(EmbeddedCore.pause))
             case "resume":
-                self._answer(frame, EmbeddedCore.resume)
+                self._answer(frame, self._loop.call(EmbeddedCore.resume))
             case "commit":
                 published = Published.from_json(frame["published"])
-                self._answer(frame, lambda core: commit(core, published))
+                self._answer(frame, self._filler.commit(published))
             case "stats":
                 self._send({"type": "reply", "call": frame["call"], "value": self._loop.stats()})
 
-    def _answer(self, frame: Frame, function: Callable[[EmbeddedCore], None]) -> None:
+    def _answer(self, frame: Frame, outcome: Future[None]) -> None:
         def reply(done: Future[None]) -> None:
             error = done.exception()
-            outcome: dict[str, Any] = {"value": None} if error is None else encode_error(error)
-            self._send({"type": "reply", "call": frame["call"], **outcome})
+            answer: dict[str, Any] = {"value": None} if error is None else encode_error(error)
+            self._send({"type": "reply", "call": frame["call"], **answer})
 
-        self._loop.call(function).add_done_callback(reply)
+        outcome.add_done_callback(reply)
 
     def _stream(self, ticket: int, *new: Sequence[float]) -> None:
         """Ids, log-probabilities and versions of tokens just made; ``finished`` comes after."""

@@ -8,13 +8,12 @@ futures and processes belong to the backends around it. From prompt to token: ``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.errors import EngineError
@@ -27,8 +26,9 @@ from tandem.inference.embedded.runner import Output, Runner
 from tandem.inference.embedded.sampler import Drawn, History, Sampler
 from tandem.inference.embedded.scheduler import Scheduler
 from tandem.inference.embedded.sharing import PrefixSharing
+from tandem.inference.embedded.weights import ModelWeights, WeightSet
 from tandem.models.cache import KVCache, num_blocks
-from tandem.types import LLMRequest, LLMResponse, ParamSpec, StopReason, WeightVersion
+from tandem.types import LLMRequest, LLMResponse, StopReason, WeightVersion
 
 Outcome = LLMResponse | Exception
 KEPT_CACHE_BYTES = 1 << 28
@@ -97,11 +97,12 @@ class EmbeddedCore:
         self._cache = KVCache(model.dtype)
         self._sharing = PrefixSharing(self._cache, num_blocks(options.prefix_cache_tokens))
         packs = options.is_fast and can_pack(model.device, model.dtype)
-        self._packed = PackedLinears(model) if packs else None
+        packed = PackedLinears(model) if packs else None
+        self.weights = ModelWeights(model, packed, version)
         self._runner = Runner(
             model,
             self._cache,
-            min_rows=min_rows(model, self._packed),
+            min_rows=min_rows(model, packed),
             is_fast=options.is_fast,
             compile_mode=options.compile_mode,
         )
@@ -109,7 +110,6 @@ class EmbeddedCore:
         self._sampled = 0
         self._watched: list[int] = []
         self._streamed: list[int] = []
-        self._params = dict(model.named_parameters())
 
     # --- requests ---
 
@@ -177,22 +177,15 @@ class EmbeddedCore:
 
     # --- weights ---
 
-    def param_specs(self) -> list[ParamSpec]:
-        """Every tensor of the model under its name on disk, tied weights once."""
-        return [
-            ParamSpec(name, tuple(item.shape), str(item.dtype).removeprefix("torch."))
-            for name, item in self._params.items()
-        ]
-
-    def parameters(self) -> Mapping[str, Tensor]:
-        """The live tensors, to be written between two steps and followed by ``set_version``."""
-        return self._params
+    def exchange(self, new: WeightSet) -> WeightSet:
+        """Serve ``new`` from here on; returns what served before, to be released."""
+        old = self.weights.exchange(new)
+        self.set_version(new.version)
+        return old
 
     def set_version(self, version: WeightVersion) -> None:
         """Name the weights that serve from here on; caches of older ones go as configured."""
         self.version = version
-        if self._packed is not None:
-            self._packed.refresh()
         self._sharing.invalidate()
         for row, job in enumerate(self._lanes.jobs):
             if not self._options.recompute_on_update:

@@ -3,7 +3,7 @@
 On a CPU the packed product is up to twice as fast as the plain one for the few rows of a decoding
 step, and (in fp32) gives a row the same bits whatever other rows there are, which the plain one
 does from 16 rows on only. Layers that read the same input are one product. The parameters stay
-where they are; ``refresh`` packs them again.
+where they are; other weights are laid out beside those in use and exchanged for them as a whole.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+
+from tandem.models.processor import product_dtype
 
 ROWS_HINT = 64
 WIDE_ROWS = 16
@@ -27,8 +30,25 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Layers of one module that are given the same input, by the names that transformers uses."""
 _PROBED_ROWS = (1, 2, 7, 16, 33)
 
+Find = Callable[[Tensor], Tensor]
+"""The tensor to be used as a parameter."""
 Pack = Callable[[Tensor, int], Tensor]
 Apply = Callable[[Tensor, Tensor, Tensor | None, str, list[float], str], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The weights of layers with the same input, laid out together; ``wide`` is their fp32 copy."""
+
+    weight: Tensor
+    bias: Tensor | None
+    wide: Tensor | None
+    wide_bias: Tensor | None
+
+    @property
+    def size_bytes(self) -> int:
+        parts = (self.weight, self.bias, self.wide, self.wide_bias)
+        return sum(item.numel() * item.element_size() for item in parts if item is not None)
 
 
 class PackedLinears:
@@ -48,10 +68,24 @@ class PackedLinears:
                 if isinstance(module, nn.Embedding):
                     module.forward = partial(_embed_wide, module.forward)  # type: ignore[method-assign]
 
-    def refresh(self) -> None:
-        """Take over the parameters as they are now."""
+    @property
+    def layouts(self) -> list[Layout]:
+        """What is computed with."""
+        return [form.layout for form in self._forms]
+
+    def lay_out(self, find: Find, heed: Callable[[], None]) -> list[Layout]:
+        """Other weights laid out, without using them yet; any thread. What ``heed`` raises between
+        two layers ends it."""
+        found = []
         for form in self._forms:
-            form.pack()
+            heed()
+            found.append(form.lay_out(find))
+        return found
+
+    def use(self, layouts: Sequence[Layout]) -> None:
+        """Compute with these from here on."""
+        for form, layout in zip(self._forms, layouts, strict=True):
+            form.layout = layout
 
     @torch.inference_mode()
     def is_row_invariant(self) -> bool:
@@ -80,7 +114,10 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 def _widens(layers: Sequence[nn.Linear]) -> bool:
     """Whether bf16 layers get a copy in fp32: never on processors that multiply bf16 in tiles, nor
     where the copy would take more than a quarter of the memory."""
-    if not layers or layers[0].weight.dtype != torch.bfloat16 or torch.cpu._is_amx_tile_supported():
+    if not layers:
+        return False
+    weight = layers[0].weight
+    if product_dtype(weight.dtype, weight.device) == weight.dtype:
         return False
     copy = sum(4 * layer.weight.numel() for layer in layers)
     return copy <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
@@ -126,26 +163,25 @@ class _Packed:
         self._sizes = [layer.out_features for layer in layers]
         self.shape = (sum(self._sizes), layers[0].in_features)
         self.dtype = layers[0].weight.dtype
-        self._wide: Tensor | None = None
-        self._wide_bias: Tensor | None = None
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
-        self.pack()
+        self.layout = self.lay_out(lambda parameter: parameter.detach())
         self._number = next(_numbers)
         _by_number[self._number] = self
         for index, layer in enumerate(layers):
             layer.forward = partial(self._forward, index)  # type: ignore[method-assign]
 
     @torch.inference_mode()
-    def pack(self) -> None:
+    def lay_out(self, find: Find) -> Layout:
         pack: Pack = torch.ops.mkldnn._reorder_linear_weight
-        weight = torch.cat([layer.weight.detach() for layer in self._layers])
-        biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
-        self._bias = torch.cat(biases) if biases else None
-        self._weight = pack(weight, ROWS_HINT)
-        if self._widens:
-            self._wide = pack(weight.float(), ROWS_HINT)
-            self._wide_bias = None if self._bias is None else self._bias.float()
+        weight = _stacked([find(layer.weight) for layer in self._layers])
+        biases = [find(layer.bias) for layer in self._layers if layer.bias is not None]
+        bias = torch.cat(biases) if biases else None
+        packed = pack(weight, ROWS_HINT)
+        if not self._widens:
+            return Layout(packed, bias, None, None)
+        wide_bias = None if bias is None else bias.float()
+        return Layout(packed, bias, pack(weight.float(), ROWS_HINT), wide_bias)
 
     def apply(self, x: Tensor) -> Tensor:
         """The outputs of all layers side by side, in the dtype of ``x``."""
@@ -153,9 +189,10 @@ class _Packed:
             out: Tensor = torch.ops.tandem.packed_linear(x, self._number, self.shape[0])
             return out
         apply: Apply = torch.ops.mkldnn._linear_pointwise
-        if self._wide is not None and x.numel() >= WIDE_ROWS * x.shape[-1]:
-            return apply(x.float(), self._wide, self._wide_bias, "none", [], "").to(x.dtype)
-        return apply(x.to(self.dtype), self._weight, self._bias, "none", [], "").to(x.dtype)
+        layout = self.layout
+        if layout.wide is not None and x.numel() >= WIDE_ROWS * x.shape[-1]:
+            return apply(x.float(), layout.wide, layout.wide_bias, "none", [], "").to(x.dtype)
+        return apply(x.to(self.dtype), layout.weight, layout.bias, "none", [], "").to(x.dtype)
 
     def _forward(self, index: int, x: Tensor) -> Tensor:
         """One layer's output. The first layer that is asked computes those of its siblings, which
@@ -169,6 +206,21 @@ class _Packed:
         if not self._outputs:
             self._input = None
         return output
+
+
+def _stacked(weights: Sequence[Tensor]) -> Tensor:
+    """The rows of all; without a copy where they lie one behind the other, as they travel."""
+    first, *others = weights
+    end = first.data_ptr() + first.nbytes
+    for item in others:
+        if item.data_ptr() != end or not item.is_contiguous():
+            return torch.cat(list(weights))
+        end += item.nbytes
+    is_within = end <= first.untyped_storage().data_ptr() + first.untyped_storage().nbytes()
+    if not is_within or not first.is_contiguous():
+        return torch.cat(list(weights))
+    rows = sum(item.shape[0] for item in weights)
+    return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
 
 
 _numbers = itertools.count()

@@ -270,7 +270,7 @@ def child_environment(threads: int) -> dict[str, str]:
     inherited = os.environ.get("PYTHONPATH")
     kept = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     return {
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1:glibc.malloc.arena_max=1",
         "GOMP_SPINCOUNT": SPIN_COUNT,
         **kept,
         "PYTHONPATH": source if not inherited else source + os.pathsep + inherited,

@@ -88,6 +88,8 @@ class CoreLoop:
             "steps": counters.steps,
             "stale_kv_tokens": counters.stale_kv_tokens,
             "cache_bytes": core.cache_bytes,
+            "weight_bytes": core.weights.size_bytes,
+            "published_weight_bytes": core.weights.published_bytes,
             "paused": core.is_paused,
             "version": core.version.n,
             "threads": torch.get_num_threads(),

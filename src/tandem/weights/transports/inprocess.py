@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tandem.errors import WeightSyncError
 from tandem.types import ParamSpec, WeightUpdateMeta
-from tandem.weights.bucket import fill_bucket, plan_bucket, verified_views
+from tandem.weights.bucket import Heed, fill_bucket, plan_bucket, verified_views
 from tandem.weights.manifest import Manifest, MemoryLocation, Published
 
 
@@ -78,6 +78,8 @@ class InprocessSender:
 
 
 @contextmanager
-def open_memory(location: MemoryLocation, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
+def open_memory(
+    location: MemoryLocation, manifest: Manifest, heed: Heed
+) -> Iterator[dict[str, Tensor]]:
     with location.buffer.reading(location.generation) as data:
-        yield verified_views(data, manifest)
+        yield verified_views(data, manifest, heed)

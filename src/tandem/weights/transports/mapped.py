@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tandem.errors import WeightSyncError
-from tandem.weights.bucket import Plan, fill_bucket, verified_views
+from tandem.weights.bucket import Heed, Plan, fill_bucket, verified_views
 from tandem.weights.manifest import FileLocation, Manifest
 
 
@@ -43,7 +43,9 @@ def _reserve(file: int, size: int) -> None:
 
 
 @contextmanager
-def open_file(location: FileLocation, manifest: Manifest) -> Iterator[dict[str, Tensor]]:
+def open_file(
+    location: FileLocation, manifest: Manifest, heed: Heed
+) -> Iterator[dict[str, Tensor]]:
     """Map a published file. The shared lock keeps its sender from reusing it meanwhile."""
     path, start = location["path"], location["data_start"]
     replaced = WeightSyncError(
@@ -62,7 +64,7 @@ def open_file(location: FileLocation, manifest: Manifest) -> Iterator[dict[str, 
             raise replaced from None
         if not is_same:
             raise replaced
-        yield verified_views(_map(file, start, manifest, path), manifest)
+        yield verified_views(_map(file, start, manifest, path), manifest, heed)
     finally:
         os.close(file)
 

@@ -70,7 +70,8 @@ class SharedMemorySender:
             os.close(file)
         self._num_written += 1
         self._spare, self._newest = self._newest, target
-        return Published(manifest, FileLocation(kind="file", path=str(target), data_start=0))
+        location = FileLocation(kind="shared_memory", path=str(target), data_start=0)
+        return Published(manifest, location)
 
     def _take_spare(self, partial: Path) -> int:
         """Open ``partial`` for writing, made from the older file if nobody reads that."""
