@@ -7,6 +7,7 @@ import time
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from tandem.config.schema import LoraConfig
@@ -766,3 +767,18 @@ def a_failed_publish_is_an_error_on_every_rank(here):
     with pytest.raises((WeightSyncError, EngineError)):
         engine.upload_weights(meta)
     train(engine, range(1))
+
+
+def an_engine_leaves_no_group_behind(here):
+    """Each has threads; the ranks' own group stays while another engine is there."""
+    train(here.engine(), range(1))
+    for layout in ({}, {"tensor": 2}, {"sequence": 2}):
+        counts = []
+        for _ in range(3):
+            engine = here.engine(parallel=layout)
+            train(engine, range(1))
+            counts.append(psutil.Process().num_threads())
+            engine.destroy()
+        assert counts[1] == counts[2], layout
+        assert psutil.Process().num_threads() < counts[2], layout
+    assert dist.get_world_size() == here.world

@@ -22,7 +22,7 @@ class Mesh:
     ``sharding`` is what parameters are sharded over, with the axis of whole copies in front when
     there is one. ``data`` holds the ranks that see other rows and have the same part of each layer
     and of each sequence; ``sequence`` those that differ in the part of the sequence only, in its
-    order. ``tensor`` and ``sequence`` are None with one such rank.
+    order. ``tensor`` and ``sequence`` are None with one such rank. All come from ``axes``.
     """
 
     sharding: DeviceMesh
@@ -33,6 +33,16 @@ class Mesh:
     data_size: int
     model_rank: int
     model_size: int
+    axes: tuple[DeviceMesh, ...]
+
+    def close(self) -> None:
+        """Take down the groups that were made for this layout, with their threads and sockets.
+
+        Nothing is said to the other ranks.
+        """
+        groups = {group for axes in self.axes for group in axes.get_all_groups()}
+        for group in groups - {dist.group.WORLD}:
+            dist.destroy_process_group(group)
 
 
 def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
@@ -72,4 +82,5 @@ def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
         data_size=world // model_size,
         model_rank=model_rank,
         model_size=model_size,
+        axes=(weights, tokens),
     )
