@@ -57,7 +57,7 @@ ON_TWO_RANKS = [
     checks.a_failed_publish_is_an_error_on_every_rank,
     checks.fused_experts_are_exported_as_on_disk,
     checks.ranks_listen_on_loopback_only,
-    checks.an_engine_leaves_no_group_behind,
+    checks.engines_of_one_layout_share_its_groups,
 ]
 ON_FOUR_RANKS = [
     checks.sharded_training_equals_one_process,

@@ -202,11 +202,8 @@ class FSDPTrainEngine(TrainEngine):
         return build_optimizer(self.parameters(), self.config)
 
     def _release(self) -> None:
-        layout = self._layout
         self._model = self._optimizer = self._layout = self._sequence = None
         gc.collect()
-        if layout is not None:
-            layout.close()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._is_member:

@@ -22,7 +22,7 @@ class Mesh:
     ``sharding`` is what parameters are sharded over, with the axis of whole copies in front when
     there is one. ``data`` holds the ranks that see other rows and have the same part of each layer
     and of each sequence; ``sequence`` those that differ in the part of the sequence only, in its
-    order. ``tensor`` and ``sequence`` are None with one such rank. All come from ``axes``.
+    order. ``tensor`` and ``sequence`` are None with one such rank.
     """
 
     sharding: DeviceMesh
@@ -33,26 +33,46 @@ class Mesh:
     data_size: int
     model_rank: int
     model_size: int
-    axes: tuple[DeviceMesh, ...]
 
-    def close(self) -> None:
-        """Take down the groups that were made for this layout, with their threads and sockets.
 
-        Nothing is said to the other ranks.
-        """
-        groups = {group for axes in self.axes for group in axes.get_all_groups()}
-        for group in groups - {dist.group.WORLD}:
-            dist.destroy_process_group(group)
+_built: dict[tuple[str, ParallelConfig], Mesh] = {}
+_built_over: dist.ProcessGroup | None = None
+"""The default group that the layouts in ``_built`` are of."""
 
 
 def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
     """Lay out all ranks of the default group; every rank must call.
 
-    From the outermost axis: replicate, shard, sequence, tensor; the ranks that talk most are
-    neighbours. Ranks of one sequence have other tokens, so parameters are sharded over them too.
+    Engines with one layout share its groups. Each has sockets and threads that only end with the
+    default group: tensors of a later engine may be sent through those of an earlier one, since
+    DTensor keeps what it worked out for meshes that are equal.
 
     Raises:
         ConfigError: the axes do not divide the number of ranks.
+    """
+    global _built_over
+    if _built_over is not dist.group.WORLD:
+        forget_meshes()
+        _built_over = dist.group.WORLD
+    axes = ParallelConfig(
+        replicate=config.replicate, tensor=config.tensor, sequence=config.sequence
+    )
+    key = (device_type, axes)
+    if key not in _built:
+        _built[key] = _build(axes, device_type)
+    return _built[key]
+
+
+def forget_meshes() -> None:
+    """Hold on to no group; due before the default group is taken down."""
+    global _built_over
+    _built_over = None
+    _built.clear()
+
+
+def _build(config: ParallelConfig, device_type: str) -> Mesh:
+    """From the outermost axis: replicate, shard, sequence, tensor; the ranks that talk most are
+    neighbours. Ranks of one sequence have other tokens, so parameters are sharded over them too.
     """
     world = dist.get_world_size()
     model_size = config.tensor * config.sequence
@@ -82,5 +102,4 @@ def build_mesh(config: ParallelConfig, device_type: str) -> Mesh:
         data_size=world // model_size,
         model_rank=model_rank,
         model_size=model_size,
-        axes=(weights, tokens),
     )

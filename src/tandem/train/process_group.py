@@ -16,6 +16,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 
 from tandem.config.launcher import LauncherFacts, keep_to_loopback, launcher_facts
 from tandem.errors import ConfigError, EngineError
+from tandem.train.mesh import forget_meshes
 
 _members = 0
 """Engines of this process that use a group made here; the last to leave takes it down."""
@@ -62,6 +63,7 @@ def leave() -> None:
     global _members
     _members -= 1
     if _members == 0 and dist.is_initialized():
+        forget_meshes()
         dist.destroy_process_group()
 
 
