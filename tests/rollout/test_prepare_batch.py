@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -81,6 +82,52 @@ def test_a_rejected_synchronous_episode_is_replaced_by_the_next_prompt(engines: 
     engine = engines(batch_size=3, max_staleness=0)
     source = Prompts(act=lambda episode: "reject" if episode.episode_id == 1 else None)
     assert ids_of(engine.prepare_batch(source, WORKFLOW)) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("num_rejected", [0, 1, 5])
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_a_batch_larger_than_what_may_be_rejected_is_filled(
+    engines: Any, num_rejected: int, max_staleness: int
+) -> None:
+    """What is left of the budget bounds what is under way, so the batch takes several goes."""
+    engine = engines(
+        batch_size=10, max_staleness=max_staleness, max_rejected_in_row=7, wait_timeout_s=20.0
+    )
+    source = Prompts(act=lambda e: "reject" if e.episode_id < num_rejected else None)
+    batch = engine.prepare_batch(source, WORKFLOW)
+    assert ids_of(batch) == list(range(num_rejected, num_rejected + 10))
+
+
+def test_a_caller_that_held_prompts_back_submits_more_when_the_others_are_accepted(
+    engines: Any,
+) -> None:
+    """It sleeps when the accepted ones end: five rejections leave two, and five are under way."""
+    backend = GatedBackend()
+    backend.allow(lambda req, made: int(req.rid.split(".")[0]) < 5)
+    engine = engines(
+        backend, batch_size=10, max_staleness=0, max_rejected_in_row=7, wait_timeout_s=20.0
+    )
+    source = Prompts(act=lambda e: "reject" if e.episode_id < 5 else None)
+    asleep = engine.executor._loop.enough._waiters
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(engine.prepare_batch, source, WORKFLOW)
+        wait_until(engine, lambda: count(engine, "rejected") == 5)
+        with engine.executor._lock:
+            while not asleep:  # nobody is told of a caller that goes to sleep
+                engine.executor._lock.wait(0.01)
+        backend.allow(lambda req, made: True)
+        assert ids_of(future.result(60)) == list(range(5, 15))
+
+
+def test_a_batch_without_rejections_starts_as_a_whole(engines: Any) -> None:
+    backend = GatedBackend()
+    backend.allow(lambda req, made: False)
+    engine = engines(backend, batch_size=5, max_staleness=0, max_rejected_in_row=2)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(engine.prepare_batch, Prompts(), WORKFLOW)
+        backend.wait_requests(5)
+        backend.allow(lambda req, made: True)
+        assert ids_of(future.result(60)) == [0, 1, 2, 3, 4]
 
 
 def test_generation_is_released_when_a_source_raises(engines: Any) -> None:

@@ -181,14 +181,16 @@ class RolloutExecutor:
 
         Beyond what may start at once, an asynchronous run keeps one batch queued, so that places
         freed while the trainer is busy are taken at once. A synchronous one must not: what starts
-        then would share the engine with whatever the caller does between two batches.
+        then would share the engine with whatever the caller does between two batches. After
+        rejections in a row there are never more under way than may still be rejected.
         """
         config, ledger = self._config, self.ledger
         ahead = config.batch_size if config.max_staleness > 0 else 0
         queued = ledger.count(EpisodeState.QUEUED)
         wanted = ledger.staleness_room() + ahead - queued
-        left = config.max_rejected_in_row - self._pipeline.faults.rejected_in_row
-        if left < config.batch_size:
+        rejected = self._pipeline.faults.rejected_in_row
+        left = config.max_rejected_in_row - rejected
+        if rejected > 0 and left < config.batch_size:
             wanted = min(wanted, left - queued - ledger.count(EpisodeState.RUNNING))
         return max(0, wanted)
 

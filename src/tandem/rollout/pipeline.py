@@ -188,10 +188,7 @@ class Pipeline:
                     trained = run.facts.trained_oldest, run.facts.trained_newest
                     self.ledger.finish(run.episode_id, *trained)
             self._lock.notify_all()
-            under_way = self.ledger.count(EpisodeState.QUEUED)
-            under_way += self.ledger.count(EpisodeState.RUNNING)
-            # With nothing under way, a caller that held prompts back has to submit more.
-            if self.ledger.count(EpisodeState.READY) >= self.awaited or under_way == 0:
+            if self.ledger.count(EpisodeState.READY) >= self.awaited:
                 self._loop.enough.notify_all()
             self.wake()
 
