@@ -15,8 +15,8 @@ from tandem.store.contract import TrajectoryStore
 from tandem.store.records import Change, Event
 
 FLUSH_TIMEOUT_S = 120.0
-GATHER_S = 0.002
-ENOUGH = 64
+GATHER_S = 0.005
+ENOUGH = 256
 """A group is written when it has that many changes, or after that time: a commit costs more than an
 episode, and every one lets other threads in."""
 
