@@ -104,6 +104,7 @@ def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--shapes", nargs="+", default=list(SHAPES), help="TOKENSxVOCABULARY")
     arguments.add_argument("--hidden", type=int, default=HIDDEN)
+    arguments.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     arguments.add_argument("--repeats", type=int, default=7)
     arguments.add_argument("--threads", type=int, default=2)
     options = arguments.parse_args()
@@ -111,9 +112,9 @@ def main() -> None:
     figures: dict[str, Any] = {"threads": options.threads, "hidden": options.hidden}
     for shape in options.shapes:
         rows, vocab_size = map(int, shape.split("x"))
-        for dtype in (torch.float32, torch.bfloat16):
-            name = f"{shape} {str(dtype).removeprefix('torch.')}"
-            figures[name] = measure(Case(rows, vocab_size, options.hidden, dtype), options.repeats)
+        for dtype in options.dtypes:
+            case = Case(rows, vocab_size, options.hidden, getattr(torch, dtype))
+            figures[f"{shape} {dtype}"] = measure(case, options.repeats)
     report(figures, options.json)
 
 
