@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tandem.rollout.deadlines import Deadlines
@@ -42,8 +40,8 @@ class Bed:
 
 
 @pytest.fixture
-def bed() -> Iterator[Bed]:
-    yield Bed()
+def bed() -> Bed:
+    return Bed()
 
 
 def test_each_attempt_expires_when_its_own_time_is_over(bed: Bed) -> None:
