@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tandem.config import InferenceConfig
+from tandem.inference.embedded.backend import EmbeddedBackend
 from tandem.inference.embedded.build import build_core
 from tandem.inference.embedded.core import EmbeddedCore
 from tandem.models.loading import load_causal_lm, load_tokenizer
@@ -124,3 +126,20 @@ def _save(model: PreTrainedModel, tokenizer_source: Path, target: Path) -> Path:
     model.save_pretrained(target)
     load_tokenizer(str(tokenizer_source)).save_pretrained(target)
     return target
+
+
+@pytest.fixture
+def make_backend(model_dir: Path) -> Iterator[Callable[..., EmbeddedBackend]]:
+    """In-process backends, closed at the end; none leaves a thread that fills weights."""
+    opened: list[EmbeddedBackend] = []
+
+    def make(**changes: object) -> EmbeddedBackend:
+        backend = EmbeddedBackend(InferenceConfig(**changes), str(model_dir), "inc")
+        opened.append(backend)
+        backend.start()
+        return backend
+
+    yield make
+    for backend in opened:
+        backend.close()
+    assert not [item for item in threading.enumerate() if item.name.startswith("tandem-weights")]

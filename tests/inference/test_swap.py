@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config import InferenceConfig
 from tandem.errors import WeightSyncError
 from tandem.inference.embedded import EmbeddedBackend
 from tandem.inference.embedded.core import EmbeddedCore
@@ -243,22 +242,6 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
     return Gate(monkeypatch)
-
-
-@pytest.fixture
-def make_backend(model_dir: Path) -> Iterator[Callable[..., EmbeddedBackend]]:
-    opened: list[EmbeddedBackend] = []
-
-    def make(**changes: object) -> EmbeddedBackend:
-        backend = EmbeddedBackend(InferenceConfig(**changes), str(model_dir), "inc")
-        opened.append(backend)
-        backend.start()
-        return backend
-
-    yield make
-    for backend in opened:
-        backend.close()
-    assert not [item for item in threading.enumerate() if item.name.startswith("tandem-weights")]
 
 
 def begin(backend: EmbeddedBackend, version: int, weights: Mapping[str, Tensor]) -> Future[None]:

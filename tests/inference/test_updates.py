@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tandem.config import InferenceConfig
 from tandem.errors import EngineError, WeightSyncError
 from tandem.inference.embedded import EmbeddedBackend
 from tandem.inference.embedded.core import EmbeddedCore
@@ -225,21 +224,6 @@ def test_tied_weights_are_one_tensor_of_the_update(core: EmbeddedCore) -> None:
 
 
 # --- through the in-process backend ---
-
-
-@pytest.fixture
-def make_backend(model_dir: Path) -> Iterator[Callable[..., EmbeddedBackend]]:
-    opened: list[EmbeddedBackend] = []
-
-    def make(**changes: object) -> EmbeddedBackend:
-        backend = EmbeddedBackend(InferenceConfig(**changes), str(model_dir), "inc")
-        opened.append(backend)
-        backend.start()
-        return backend
-
-    yield make
-    for backend in opened:
-        backend.close()
 
 
 async def until(condition: Callable[[], bool]) -> None:
