@@ -189,7 +189,6 @@ def main() -> None:
     arguments.add_argument("models", nargs="*", help="model directories")
     arguments.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     arguments.add_argument("--numerics", choices=("matched", "fast"), default="fast")
-    arguments.add_argument("--compile", choices=("auto", "off", "on"), default="off")
     arguments.add_argument("--threads", type=int, default=1)
     arguments.add_argument("--repeats", type=int, default=5)
     arguments.add_argument("--counts", default="1,8,32,64", help="concurrent requests of speed")
@@ -221,9 +220,7 @@ def main() -> None:
 
 
 def make(path: str, options: argparse.Namespace, **changes: Any) -> EmbeddedCore:
-    config = InferenceConfig(
-        dtype=options.dtype, numerics=options.numerics, compile=options.compile, **changes
-    )
+    config = InferenceConfig(dtype=options.dtype, numerics=options.numerics, **changes)
     return build_core(config, path, "bench")
 
 
@@ -237,7 +234,6 @@ def measure_rates(path: str, options: argparse.Namespace) -> Iterator[Row]:
         threads=options.threads,
         dtype=options.dtype,
         numerics=options.numerics,
-        compile=options.compile,
         with_transformers=options.vllm is None,
         vllm=options.vllm,
         limit_s=options.limit,

@@ -64,7 +64,6 @@ def test_rates_and_ratios_of_all_engines_are_written(tiny_model_dir: Path, tmp_p
         (("--concurrent", "0"), "--concurrent"),
         (("--dtype", "int8"), "--dtype"),
         (("--numerics", "exact"), "--numerics"),
-        (("--compile", "maybe"), "--compile"),
         (("--json", "none/such/out.json"), "--json"),
         (("--prompt-tokens", 100000, "--concurrent", 1), "context"),
         (("--vllm", "/no/such/python", "--no-transformers"), "vllm"),

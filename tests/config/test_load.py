@@ -240,9 +240,3 @@ def test_yaml_scalars_follow_version_1_2() -> None:
 
 def test_yaml_merge_keys_are_not_duplicates() -> None:
     assert parse_yaml("a: &x {k: 1}\nb: {<<: *x, l: 2}")["b"] == {"k": 1, "l": 2}
-
-
-def test_compiled_decoding_does_not_promise_the_bits_of_training() -> None:
-    assert "numerics=fast" in problems("inference.compile=on")[0]
-    assert load("inference.compile=on", "inference.numerics=fast")
-    assert load("inference.compile=auto", "inference.dtype=bfloat16")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,11 +23,10 @@ from tandem.inference.embedded.core import CoreOptions, EmbeddedCore
 from tandem.inference.embedded.linears import MIN_PLAIN_ROWS, PackedLinears, can_pack, min_rows
 from tandem.inference.embedded.requests import ModelLimits
 from tandem.models.attention import ATTENTION
-from tandem.types import WeightUpdateMeta, WeightVersion
-from tandem.weights import expect, publish, release
+from tandem.types import WeightVersion
 from tandem.weights.bucket import go_on
 
-from .conftest import MakeCore, commit, request, run, score_with
+from .conftest import MakeCore, request, run, score_with
 from .test_core import assert_logprobs_agree, prompts
 
 EOS, VOCABULARY = 2, 60
@@ -175,43 +173,6 @@ def test_logprobs_do_not_depend_on_other_requests_in_a_single_bit(
         (alone,) = run(make_core(numerics=numerics), [item])
         assert alone.output_tokens == response.output_tokens
         assert alone.output_logprobs == response.output_logprobs
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mode", ["on", "auto"])
-def test_compiled_decoding_gives_the_same_numbers(
-    tmp_path: Path, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tandem.config import InferenceConfig
-    from tandem.inference.embedded.build import build_core
-
-    monkeypatch.setattr("tandem.inference.embedded.compiled.WARM_PASSES", 3)
-    torch.manual_seed(0)
-    config = Qwen3Config(**{**COMMON, "num_hidden_layers": 1}, head_dim=16)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    given = [
-        request((3 + i, 4, 5), seed=i, max_new_tokens=9 + i, ignore_eos=True) for i in range(3)
-    ]
-    cores = [
-        build_core(InferenceConfig(compile=item, numerics="fast"), str(tmp_path), "inc")
-        for item in ("off", mode)
-    ]
-    weights = {name: 1.5 * item.detach() for name, item in cores[0].weights.parameters.items()}
-    found = [[], []]
-    for version in (0, 1):
-        for core, responses in zip(cores, found, strict=True):
-            if version:
-                meta = WeightUpdateMeta("inprocess", 1, incarnation="inc", channel="compiled")
-                arrival = expect(meta)
-                publish(meta, core.weights.specs, weights.items())
-                commit(core, arrival.result(0))
-            responses += run(core, given)
-    release("compiled")
-    for one, other in zip(*found, strict=True):
-        assert one.output_tokens == other.output_tokens
-        assert one.output_logprobs == pytest.approx(other.output_logprobs, abs=1e-5)
-    assert found[1][0].output_logprobs != pytest.approx(found[1][3].output_logprobs, abs=1e-3)
 
 
 def test_bf16_layers_compute_many_rows_in_full_precision_and_few_near_it() -> None:

@@ -35,7 +35,6 @@ def inference(
     threads: Annotated[int, typer.Option(min=1)] = 1,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "bfloat16",
     numerics: Annotated[str, typer.Option(help="As inference.numerics.")] = "fast",
-    compile_mode: Annotated[str, typer.Option("--compile", help="As inference.compile.")] = "off",
     transformers: Annotated[
         bool, typer.Option("--transformers/--no-transformers", help="Beside generate().")
     ] = True,
@@ -51,7 +50,6 @@ def inference(
     counts = _counts(concurrent)
     _one_of("--dtype", dtype, ("float32", "bfloat16"))
     _one_of("--numerics", numerics, ("matched", "fast"))
-    _one_of("--compile", compile_mode, ("auto", "off", "on"))
     if json_path is not None and not json_path.parent.is_dir():
         raise ConfigError(f"--json {str(json_path)!r}: its folder does not exist; make it first")
     from tandem.testing.inference_speed import SpeedPlan, measure_speed
@@ -64,7 +62,6 @@ def inference(
         threads=threads,
         dtype=dtype,  # type: ignore[arg-type]
         numerics=numerics,  # type: ignore[arg-type]
-        compile=compile_mode,  # type: ignore[arg-type]
         with_transformers=transformers,
         vllm=vllm,
     )

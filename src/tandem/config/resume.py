@@ -69,7 +69,7 @@ RESUMABLE_CHANGES: tuple[str, ...] = (
     "inference.cache_tokens",
     "inference.prefix_cache_mib",
     "inference.numerics",
-    "inference.compile",
+    "inference.record_decoding",
     "inference.*_timeout_s",
     "rollout.*_timeout_s",
     "rollout.reward.max_concurrent",

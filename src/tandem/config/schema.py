@@ -159,9 +159,10 @@ class InferenceConfig(Section):
         description="matched: float32 on a CPU gives the bits of training's log-probabilities; "
         "fast: other kernels and a second copy of the weights laid out for them, as in bfloat16",
     )
-    compile: Literal["auto", "off", "on"] = Field(
-        "off",
-        description="torch.compile of decoding; auto: shapes in long use, where it measures faster",
+    record_decoding: bool = Field(
+        True,
+        description="record the operators of a decoding step and run them without Python, with the "
+        "same bits; false: always run the model as it is",
     )
     kv_on_update: Literal["recompute", "keep"] = "recompute"
     transport: Literal["auto", "inprocess", "shared_memory", "disk"] = "auto"
@@ -181,12 +182,6 @@ class InferenceConfig(Section):
         crosses = self.backend == "embedded" and self.mode == "process"
         if crosses and self.transport == "inprocess":
             raise ValueError("inference.transport=inprocess needs inference.mode=inprocess")
-        is_matched = self.numerics == "matched" and self.dtype == "float32"
-        if self.compile != "off" and is_matched:
-            raise ValueError(
-                f"inference.compile={self.compile} changes the bits that "
-                "inference.numerics=matched promises; set inference.numerics=fast"
-            )
         return self
 
     @model_validator(mode="after")
@@ -199,7 +194,6 @@ class InferenceConfig(Section):
             "threads": 1,
             "kv_on_update": "recompute",
             "numerics": "matched",
-            "compile": "off",
         }
         for name, value in needed.items():
             if getattr(self, name) != value:

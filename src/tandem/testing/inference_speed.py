@@ -47,7 +47,6 @@ class SpeedPlan:
     threads: int = 1
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     numerics: Literal["matched", "fast"] = "fast"
-    compile: Literal["auto", "off", "on"] = "off"
     with_transformers: bool = True
     vllm: str | None = None
     limit_s: float | None = None
@@ -97,7 +96,6 @@ def measure_speed(
         "threads": plan.threads,
         "dtype": plan.dtype,
         "numerics": plan.numerics,
-        "compile": plan.compile,
         "rows": rows,
     }
 
@@ -168,7 +166,6 @@ class EmbeddedPeer:
             threads=plan.threads,
             dtype=plan.dtype,
             numerics=plan.numerics,
-            compile=plan.compile,
             max_batch_size=max(plan.concurrent),
         )
         self._backend = ChildBackend(config, model_dir, "bench")

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from tandem.config.schema import InferenceConfig
 from tandem.errors import CapabilityError, ConfigError
 from tandem.inference.embedded.bits import check_bits
-from tandem.inference.embedded.compiled import check_compiler
 from tandem.inference.embedded.core import CoreOptions, EmbeddedCore
 from tandem.inference.embedded.requests import ModelLimits
 from tandem.models.cache import CacheContext, ChunkGroup, KVCache
@@ -45,8 +44,6 @@ def build_core(
         ConfigError: the directory, the device or ``max_context`` does not fit.
         CapabilityError: the model cannot be decoded with our cache.
     """
-    if config.compile == "on":
-        check_compiler()
     model = load_causal_lm(model_path, dtype=DTYPES[config.dtype], device=_device(config))
     source = tokenizer_path or model_path
     has_tokenizer = any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
@@ -82,7 +79,7 @@ def _options(config: InferenceConfig, device: torch.device, token_bytes: int) ->
         max_tokens_per_pass=config.max_tokens_per_pass,
         recompute_on_update=config.kv_on_update == "recompute",
         is_fast=config.numerics == "fast" or config.dtype != "float32",
-        compile_mode=config.compile,
+        records_decoding=config.record_decoding,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tandem.errors import EngineError
 from tandem.inference.embedded.lanes import Lanes
-from tandem.inference.embedded.linears import PackedLinears, can_pack, min_rows
+from tandem.inference.embedded.linears import PackedLinears, can_pack
 from tandem.inference.embedded.plan import Plan, plan_pass
 from tandem.inference.embedded.requests import ModelLimits, accept
 from tandem.inference.embedded.responses import respond
@@ -54,7 +53,7 @@ class CoreOptions:
     max_tokens_per_pass: int = 2048
     recompute_on_update: bool = True
     is_fast: bool = False
-    compile_mode: Literal["auto", "off", "on"] = "off"
+    records_decoding: bool = True
 
 
 @dataclass(slots=True)
@@ -102,9 +101,9 @@ class EmbeddedCore:
         self._runner = Runner(
             model,
             self._cache,
-            min_rows=min_rows(model, packed),
+            packed,
             is_fast=options.is_fast,
-            compile_mode=options.compile_mode,
+            records=options.records_decoding,
         )
         self._sampler: Sampler | None = None
         self._sampled = 0
@@ -169,6 +168,12 @@ class EmbeddedCore:
     def shared_tokens(self) -> int:
         """Prompt tokens taken from the prefix store instead of being computed."""
         return self._sharing.loaded_tokens
+
+    @property
+    def num_recorded(self) -> int:
+        """Kinds of decoding passes that run recorded; 0 in the beginning, or if none can."""
+        recorded = self._runner.recorded
+        return 0 if recorded is None else recorded.num_recorded
 
     def check(self) -> None:
         """Assert that every block of the cache is accounted for."""

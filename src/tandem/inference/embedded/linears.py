@@ -8,9 +8,7 @@ where they are; other weights are laid out beside those in use and exchanged for
 
 from __future__ import annotations
 
-import itertools
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +31,7 @@ _PROBED_ROWS = (1, 2, 7, 16, 33)
 Find = Callable[[Tensor], Tensor]
 """The tensor to be used as a parameter."""
 Pack = Callable[[Tensor, int], Tensor]
-Apply = Callable[[Tensor, Tensor, Tensor | None, str, list[float], str], Tensor]
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +44,13 @@ class Layout:
     wide_bias: Tensor | None
 
     @property
-    def size_bytes(self) -> int:
+    def tensors(self) -> list[Tensor]:
         parts = (self.weight, self.bias, self.wide, self.wide_bias)
-        return sum(item.numel() * item.element_size() for item in parts if item is not None)
+        return [item for item in parts if item is not None]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(item.numel() * item.element_size() for item in self.tensors)
 
 
 class PackedLinears:
@@ -72,6 +74,11 @@ class PackedLinears:
     def layouts(self) -> list[Layout]:
         """What is computed with."""
         return [form.layout for form in self._forms]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All that is computed with, in an order that stays the same."""
+        return [item for form in self._forms for item in form.layout.tensors]
 
     def lay_out(self, find: Find, heed: Callable[[], None]) -> list[Layout]:
         """Other weights laid out, without using them yet; any thread. What ``heed`` raises between
@@ -154,8 +161,7 @@ def _embed_wide(forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
 
 
 class _Packed:
-    """Layers with the same input. Compiled code knows them by a number, because a packed weight has
-    no strides."""
+    """Layers with the same input."""
 
     def __init__(self, layers: Sequence[nn.Linear], *, widens: bool = False) -> None:
         self._layers = layers
@@ -166,8 +172,6 @@ class _Packed:
         self._input: Tensor | None = None
         self._outputs: dict[int, Tensor] = {}
         self.layout = self.lay_out(lambda parameter: parameter.detach())
-        self._number = next(_numbers)
-        _by_number[self._number] = self
         for index, layer in enumerate(layers):
             layer.forward = partial(self._forward, index)  # type: ignore[method-assign]
 
@@ -185,14 +189,12 @@ class _Packed:
 
     def apply(self, x: Tensor) -> Tensor:
         """The outputs of all layers side by side, in the dtype of ``x``."""
-        if torch.compiler.is_compiling():
-            out: Tensor = torch.ops.tandem.packed_linear(x, self._number, self.shape[0])
-            return out
-        apply: Apply = torch.ops.mkldnn._linear_pointwise
+        is_recording = torch._C._get_tracing_state() is not None
+        multiply: Multiply = torch.ops.tandem.packed_linear if is_recording else _multiply
         layout = self.layout
         if layout.wide is not None and x.numel() >= WIDE_ROWS * x.shape[-1]:
-            return apply(x.float(), layout.wide, layout.wide_bias, "none", [], "").to(x.dtype)
-        return apply(x.to(self.dtype), layout.weight, layout.bias, "none", [], "").to(x.dtype)
+            return multiply(x.float(), layout.wide, layout.wide_bias).to(x.dtype)
+        return multiply(x.to(self.dtype), layout.weight, layout.bias).to(x.dtype)
 
     def _forward(self, index: int, x: Tensor) -> Tensor:
         """One layer's output. The first layer that is asked computes those of its siblings, which
@@ -223,20 +225,25 @@ def _stacked(weights: Sequence[Tensor]) -> Tensor:
     return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
 
 
-_numbers = itertools.count()
-_by_number: weakref.WeakValueDictionary[int, _Packed] = weakref.WeakValueDictionary()
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return out
+
+
 _library = torch.library.Library("tandem", "DEF")
-_library.define("packed_linear(Tensor x, int number, int out_features) -> Tensor")
+_library.define("packed_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+_library.impl("packed_linear", _multiply, "MkldnnCPU")
 
-
-@torch.library.impl(_library, "packed_linear", "CPU")
-def _packed_linear(x: Tensor, number: int, out_features: int) -> Tensor:
-    return _by_number[number].apply(x)
-
-
-@torch.library.register_fake("tandem::packed_linear", lib=_library)
-def _packed_linear_shape(x: Tensor, number: int, out_features: int) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
+PACKED_LINEAR = """graph(%x, %weight, %bias):
+  %out : Tensor = tandem::packed_linear(%x, %weight, %bias)
+  return (%out)"""
+PACKED_LINEAR_KERNEL = """graph(%x, %weight, %bias):
+  %attr : str = prim::Constant[value="none"]()
+  %scalars : Scalar?[] = prim::ListConstruct()
+  %algorithm : str = prim::Constant[value=""]()
+  %out : Tensor = mkldnn::_linear_pointwise(%x, %weight, %bias, %attr, %scalars, %algorithm)
+  return (%out)"""
+"""The packed product in a recorded graph and what it stands for, which tracing cannot record."""
 
 
 def _rows_agree(form: _Packed) -> bool:

@@ -90,6 +90,7 @@ class CoreLoop:
             "cache_bytes": core.cache_bytes,
             "weight_bytes": core.weights.size_bytes,
             "published_weight_bytes": core.weights.published_bytes,
+            "recorded_passes": core.num_recorded,
             "paused": core.is_paused,
             "version": core.version.n,
             "threads": torch.get_num_threads(),

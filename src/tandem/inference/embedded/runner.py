@@ -6,7 +6,6 @@ What is computed is planned in ``plan``; what is drawn from the logits is the sa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +13,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tandem.inference.embedded.compiled import FIRST_KEYS, CompiledDecode, bucket
 from tandem.inference.embedded.lanes import Lanes
+from tandem.inference.embedded.linears import WIDE_ROWS, PackedLinears, min_rows
 from tandem.inference.embedded.plan import Chunk, Plan
+from tandem.inference.embedded.recorded import RecordedDecode
 from tandem.models.cache import CacheContext, ChunkGroup, KVCache
+from tandem.models.invariant import KEY_BLOCK
 
 Int64s = npt.NDArray[np.int64]
 
@@ -31,30 +32,31 @@ class Output:
 
 
 class Runner:
-    """``min_rows`` (at least 1): passes with fewer tokens are filled up (see ``linears``)."""
+    """``packed`` are the model's packed layers, if it has any; without ``records`` decoding passes
+    run as they are, from Python."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         cache: KVCache,
+        packed: PackedLinears | None,
         *,
-        min_rows: int,
         is_fast: bool = False,
-        compile_mode: Literal["auto", "off", "on"] = "off",
+        records: bool = True,
     ) -> None:
         self._model = model
         self._cache = cache
         self._device: torch.device = model.device
-        self._min_rows = min_rows
+        self._min_rows = min_rows(model, packed)
         self._is_fast = is_fast
-        self._compiled = None
-        if compile_mode != "off":
-            self._compiled = CompiledDecode(self._all_logits, compile_mode)
+        self._own = [*model.parameters(), *model.buffers()]
+        self._packed = packed
+        self.recorded = RecordedDecode(self._weights) if records else None
 
     def run(self, lanes: Lanes, plan: Plan) -> Output:
         """One forward pass; the cache must have room for every row's tokens."""
-        if self._compiled is not None and plan.num_decode == len(lanes):
-            return Output(self._decode(self._compiled, lanes).float(), {})
+        if plan.num_decode == len(lanes):
+            return Output(self._decode(lanes).float(), {})
         layout = _Layout(lanes, plan)
         tokens = self._tensor(_filled(layout.tokens, self._min_rows))
         positions = _filled(layout.positions, self._min_rows)
@@ -73,31 +75,39 @@ class Runner:
         logits = self._forward(tokens, positions_N, context, wanted)
         return Output(logits[: len(index)].float(), self._score(logits[len(index) :], scored))
 
-    def _decode(self, compiled: CompiledDecode, lanes: Lanes) -> Tensor:
-        """Rows and keys are filled up to one of a few shapes; filler rows lie behind all others."""
+    def _decode(self, lanes: Lanes) -> Tensor:
+        """Logits of a pass in which every row decodes."""
         n = len(lanes)
-        rows = max(bucket(n), self._min_rows)
-        num_keys = bucket(int(lanes.lengths.max()), FIRST_KEYS)
-        self._cache.reserve(rows, num_keys)
         last = lanes.lengths - 1
-        tokens = self._tensor(_filled(lanes.tokens[np.arange(n), last], rows))
-        positions = self._tensor(_filled(last, rows))
+        tokens = self._tensor(_filled(lanes.tokens[np.arange(n), last], self._min_rows))
+        positions = self._tensor(_filled(last, self._min_rows))
+        max_position = int(last.max())
         context = CacheContext(
             self._cache,
-            positions=positions,
-            max_position=num_keys - 1,
+            positions=positions[:n],
+            max_position=max_position,
             is_fast=self._is_fast,
         )
-        context.prepare(self._model.dtype)
-        shape = (rows, num_keys, *self._cache.shape)
-        return compiled.run(shape, tokens, positions, context)[:n]
 
-    def _all_logits(self, tokens: Tensor, positions: Tensor, context: CacheContext) -> Tensor:
-        output = self._model(
-            input_ids=tokens[None], position_ids=positions[None], use_cache=False, ctx=context
-        )
-        logits: Tensor = output.logits[0]
-        return logits
+        def plain() -> Tensor:
+            output = self._model(
+                input_ids=tokens[None], position_ids=positions[None], use_cache=False, ctx=context
+            )
+            logits: Tensor = output.logits[0]
+            return logits
+
+        rows = len(tokens)
+        if self.recorded is None or not self._cache.num_layers:
+            return plain()[:n]
+        kind = (min(rows, 2), rows >= WIDE_ROWS, n < rows, max_position // KEY_BLOCK)
+        stores = [item for store in self._cache.stores() for item in store.values()]
+        inputs = [tokens, positions, *context.shared(), *stores]
+        return self.recorded.run(kind, (n, max_position), inputs, plain)[:n]
+
+    def _weights(self) -> list[Tensor]:
+        """All tensors of the model, as they are now."""
+        packed = [] if self._packed is None else self._packed.tensors
+        return [*self._own, *packed]
 
     def _forward(
         self, tokens: Tensor, positions: Tensor, context: CacheContext, wanted: Int64s

@@ -50,6 +50,9 @@ class CacheContext:
 
     Where ``invariant`` supports the dtype its attention is used, which has training's bits, unless
     ``is_fast`` asks for torch's fused kernels.
+
+    What ``attend`` does for decoded rows reads sizes from ``shared`` tensors and the cache, so that
+    a recording of it serves any number of rows and keys.
     """
 
     def __init__(
@@ -65,14 +68,13 @@ class CacheContext:
         self._cache = cache
         self._is_fast = is_fast
         self._positions = positions
-        self._num_decode = positions.shape[0]
         self._num_keys = -(-(max_position + 1) // KEY_MULTIPLE) * KEY_MULTIPLE
         self._groups = groups
         self._copies = copies
         self._rows = [torch.tensor(group.rows, device=positions.device) for group in groups]
         self._bands: dict[tuple[int, int, int | None], Tensor] = {}
         self._masks: dict[int | None, Tensor] = {}
-        self._places: dict[tuple[int, int], Tensor] = {}
+        self._places: dict[int, Tensor] = {}
 
     def attend(
         self,
@@ -87,14 +89,14 @@ class CacheContext:
         keys, values = self._cache.layer(layer_idx, key, value, sliding_window)
         asked, dtype = query.dtype, keys.dtype
         query, key, value = (item.to(dtype) for item in (query, key, value))
-        n = self._num_decode
+        n = self._positions.shape[0]
         if n == query.shape[2]:
-            out = self._decode(query, key, value, keys, values, scaling, sliding_window)
+            out = self._decode(layer_idx, query, key, value, scaling, sliding_window)
             return out.to(asked)
         out = query.new_zeros(1, query.shape[1], query.shape[2], value.shape[3])
         if n:
             q, k, v = (item[:, :, :n] for item in (query, key, value))
-            out[:, :, :n] = self._decode(q, k, v, keys, values, scaling, sliding_window)
+            out[:, :, :n] = self._decode(layer_idx, q, k, v, scaling, sliding_window)
         self._store(keys, key)
         self._store(values, value)
         for group in self._groups:
@@ -120,28 +122,27 @@ class CacheContext:
 
     def _decode(
         self,
+        layer_idx: int,
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        keys: Tensor,
-        values: Tensor,
         scaling: float,
         window: int | None,
     ) -> Tensor:
         """One new token ``[1, heads, n, D]`` of each of the first rows. Few operations: for small
         models their number is what a step costs."""
-        n, kv_heads, width = self._num_decode, keys.shape[1], key.shape[3]
-        place = self._place(kv_heads, keys.shape[2])
-        keys.view(-1, width).index_copy_(0, place, key.transpose(1, 2).reshape(-1, width))
-        width = value.shape[3]
-        values.view(-1, width).index_copy_(0, place, value.transpose(1, 2).reshape(-1, width))
-        rows = query.transpose(1, 2)[0]
+        keys, values = self._cache.stored(layer_idx)
+        place, mask = self._place(layer_idx), self._decode_mask(query.dtype, window)
+        for stored, new in ((keys, key), (values, value)):
+            width = new.shape[3]
+            stored.view(-1, width).index_copy_(0, place, new.transpose(1, 2).reshape(-1, width))
+        n, num_keys = query.shape[2], mask.shape[-1]
         attention = fused_decode_attention if self._is_fused(query) else invariant.decode_attention
         out = attention(
-            rows,
-            keys[:n, :, : self._num_keys],
-            values[:n, :, : self._num_keys],
-            self._decode_mask(query.dtype, window),
+            query.transpose(1, 2)[0],
+            keys[:n, :, :num_keys],
+            values[:n, :, :num_keys],
+            mask,
             scaling=scaling,
         )
         return out.transpose(0, 1)[None]
@@ -149,13 +150,14 @@ class CacheContext:
     def _is_fused(self, query: Tensor) -> bool:
         return self._is_fast or not invariant.is_supported(query)
 
-    def _place(self, heads: int, length: int) -> Tensor:
+    def _place(self, layer_idx: int) -> Tensor:
         """Of every (decoded row, head): its new token among all ``rows * heads * length``."""
-        name = (heads, length)
-        if name not in self._places:
-            first = torch.arange(self._num_decode * heads, device=self._positions.device) * length
-            self._places[name] = first + self._positions.repeat_interleave(heads)
-        return self._places[name]
+        heads, length = self._cache.num_heads[layer_idx], self._cache.shape[1]
+        if heads not in self._places:
+            count = self._positions.shape[0]
+            first = torch.arange(count * heads, device=self._positions.device) * length
+            self._places[heads] = first + self._positions.repeat_interleave(heads)
+        return self._places[heads]
 
     def _decode_mask(self, dtype: torch.dtype, window: int | None) -> Tensor:
         if window not in self._masks:
@@ -167,13 +169,14 @@ class CacheContext:
             self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
         return self._masks[window]
 
-    def prepare(self, dtype: torch.dtype) -> None:
-        """Make in advance all that the layers of a decoding pass share."""
-        for store in self._cache.stores():
-            for item in store.values():
-                self._place(item.shape[1], item.shape[2])
+    def shared(self) -> list[Tensor]:
+        """All that the layers of a decoding pass read beside their own tensors and the cache."""
+        for layer_idx in self._cache.num_heads:
+            self._place(layer_idx)
+        dtype = next(iter(self._cache.stores()[0].values())).dtype
         for window in self._cache.windows:
             self._decode_mask(dtype, window)
+        return [self._positions, *self._places.values(), *self._masks.values()]
 
     def _first_chunks(
         self, group: ChunkGroup, packed: Sequence[Tensor], scaling: float, window: int | None

@@ -17,7 +17,8 @@ class KVCache:
     """One tensor ``[rows, kv_heads, length, D]`` a layer for keys and for values; both axes grow.
 
     Positions past a row's length hold finite leftovers, which readers mask. ``windows`` are the
-    sliding windows of the layers seen so far. Without ``dtype`` what is stored decides.
+    sliding windows of the layers seen so far, ``num_heads`` their key heads by layer. Without
+    ``dtype`` what is stored decides.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -26,7 +27,8 @@ class KVCache:
         self._values: dict[int, Tensor] = {}
         self._rows = 0
         self._length = 0
-        self.windows: set[int | None] = set()
+        self.windows: dict[int | None, None] = {}
+        self.num_heads: dict[int, int] = {}
 
     @property
     def num_layers(self) -> int:
@@ -101,10 +103,15 @@ class KVCache:
     ) -> tuple[Tensor, Tensor]:
         """Storage of one layer, allocated when first seen like ``[1, kv_heads, N, D]`` inputs."""
         if layer_idx not in self._keys:
-            self.windows.add(window)
+            self.windows[window] = None
+            self.num_heads[layer_idx] = key.shape[1]
             self.dtype = self.dtype or key.dtype
             self._keys[layer_idx] = self._allocate(key)
             self._values[layer_idx] = self._allocate(value)
+        return self.stored(layer_idx)
+
+    def stored(self, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that was seen."""
         return self._keys[layer_idx], self._values[layer_idx]
 
     @staticmethod
