@@ -18,7 +18,7 @@ from tandem.inference.embedded.linears import WIDE_ROWS, PackedLinears, min_rows
 from tandem.inference.embedded.plan import Chunk, Plan
 from tandem.inference.embedded.recorded import RecordedDecode
 from tandem.models.cache import CacheContext, ChunkGroup, KVCache
-from tandem.models.invariant import KEY_BLOCK
+from tandem.models.invariant import KEY_BLOCK, KEY_MULTIPLE
 
 Int64s = npt.NDArray[np.int64]
 
@@ -102,7 +102,7 @@ class Runner:
         kind = (min(rows, 2), rows >= WIDE_ROWS, n < rows, max_position // KEY_BLOCK)
         stores = [item for store in self._cache.stores() for item in store.values()]
         inputs = [tokens, positions, *context.shared(), *stores]
-        return self.recorded.run(kind, (n, max_position), inputs, plain)[:n]
+        return self.recorded.run(kind, (n, max_position // KEY_MULTIPLE), inputs, plain)[:n]
 
     def _weights(self) -> list[Tensor]:
         """All tensors of the model, as they are now."""

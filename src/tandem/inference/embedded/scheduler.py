@@ -15,6 +15,12 @@ from tandem.inference.embedded.lanes import Lanes, Made
 from tandem.inference.embedded.requests import Job
 from tandem.models.cache import BLOCK, num_blocks
 
+TOGETHER = 8
+PATIENCE = 16
+"""Once all rows were taken, requests wait until one row in ``TOGETHER`` is free, or for
+``PATIENCE`` passes: a pass that begins new requests costs as much as a step more, for one or many.
+"""
+
 
 @dataclass(slots=True)
 class Waiting:
@@ -36,6 +42,7 @@ class Scheduler:
         self.free_blocks = capacity
         self._max_rows = max_rows
         self._queue: deque[Waiting] = deque()
+        self._passes_held = 0
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -62,6 +69,8 @@ class Scheduler:
         soon as the others grow.
         """
         admitted: list[Waiting] = []
+        if self._holds(lanes):
+            return False
         while self._queue and len(lanes) + len(admitted) < self._max_rows:
             running = len(lanes) + len(admitted)
             needed = num_blocks(self._queue[0].length)
@@ -75,6 +84,17 @@ class Scheduler:
         lanes.add([item.job for item in admitted], [item.made for item in admitted])
         lanes.blocks[first:] = [num_blocks(item.length) for item in admitted]
         return True
+
+    def _holds(self, lanes: Lanes) -> bool:
+        """Whether the queue waits for more rows to become free."""
+        free = self._max_rows - len(lanes)
+        if free == 0:
+            self._passes_held = 1
+        elif self._passes_held:
+            self._passes_held += 1
+            if free >= max(1, self._max_rows // TOGETHER) or self._passes_held > PATIENCE:
+                self._passes_held = 0
+        return self._passes_held > 0
 
     def grow(self, lanes: Lanes) -> list[int]:
         """Set blocks apart for every row's tokens; the rows to ``preempt`` first, if any."""
