@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import shutil
@@ -149,6 +150,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # as `tandem rl` does
     folder = Path(tempfile.mkdtemp(prefix="executor-cost-"))
     bare_us(1000)
     for in_flight in arguments.in_flight:
