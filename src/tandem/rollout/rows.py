@@ -64,9 +64,10 @@ class EpisodeRows:
     """Checked rows of one attempt, as the workflow's own tensors.
 
     Not a TensorDict, which costs as much as all checks. ``arrays`` are those of ``tensors`` that
-    the checks looked into: a tensor as an array costs more than its bytes. Columns that the workflow left out and that
-    are one value for the episode are made when somebody wants them: ``group_ids`` (one group),
-    ``sample_ids`` (one trajectory a row), ``truncated`` (none is), ``temperature``.
+    the checks looked into: a tensor as an array costs more than its bytes. Columns that the
+    workflow left out and that are one value for the episode are made when somebody wants them:
+    ``group_ids`` (one group), ``sample_ids`` (one trajectory a row), ``truncated`` (none is),
+    ``temperature``.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -175,12 +176,14 @@ def _facts(
         of_trained = made if oldest == newest else (_least(trained), _greatest(trained))
     lengths = np.add.reduce(loss_mask, axis=1, dtype=np.int64).tolist()
     return RowFacts(
-        len(rewards),
-        len(trained),
-        math.fsum(scored) / len(scored) if scored else None,
-        *made,
-        *of_trained,
-        sum([length * length for length in lengths]),
+        num_rows=len(rewards),
+        num_trained=len(trained),
+        reward=math.fsum(scored) / len(scored) if scored else None,
+        oldest=made[0],
+        newest=made[1],
+        trained_oldest=of_trained[0],
+        trained_newest=of_trained[1],
+        squared_lengths=sum([length * length for length in lengths]),
     )
 
 
