@@ -56,6 +56,8 @@ class RowFacts(NamedTuple):
     squared_lengths: int
 
 
+_Sizes = np.ndarray[Any, np.dtype[np.int64]]
+
 NO_ROWS = RowFacts(0, 0, None, None, None, None, None, 0)
 
 
@@ -138,7 +140,7 @@ def _require(tensors: Mapping[str, Any], key: str, dtype: torch.dtype, where: st
     value = tensors.get(key)
     if not isinstance(value, torch.Tensor):
         raise DataError(f"{where}: {key} is missing; a workflow returns it as {dtype}")
-    if value.dtype != dtype:
+    if value.dtype is not dtype:
         raise DataError(f"{where}: {key} is {value.dtype}, allowed: {dtype}")
     return value
 
@@ -156,28 +158,27 @@ def _facts(
 
     By the functions of numpy that cost least to call, since most arrays are small.
     """
-    if count_nonzero(loss_mask > attention_mask):
-        raise DataError(f"{where}: loss_mask covers padding")
-    if count_nonzero(loss_mask[:, 0]):
-        raise DataError(f"{where}: loss_mask covers token 0, which has no prediction")
-    trained = versions[loss_mask]
-    if count_nonzero(trained < 0):
-        raise DataError(f"{where}: a trained token has no version; only sampled tokens are trained")
-    if count_nonzero(np.isfinite(logprobs[loss_mask])) < len(trained):
-        raise DataError(f"{where}: a trained token has a log-probability that is not finite")
+    may_train = attention_mask & (versions >= 0) & np.isfinite(logprobs)
+    may_train[:, 0] = False
+    if count_nonzero(loss_mask > may_train):
+        raise DataError(f"{where}: {_objection(loss_mask, attention_mask, versions)}")
     scored = [reward for reward in rewards.tolist() if reward == reward]
     if any(map(math.isinf, scored)):
         raise DataError(f"{where}: a reward is infinite, allowed: finite numbers, NaN for no score")
     # Of the versions that are not negative, which as unsigned numbers come first.
     oldest, newest = _least(versions.view(np.uint64)), _greatest(versions)
     made = (oldest, newest) if newest >= 0 else (None, None)
-    of_trained: tuple[int | None, int | None] = (None, None)
-    if len(trained):
-        of_trained = made if oldest == newest else (_least(trained), _greatest(trained))
     lengths = np.add.reduce(loss_mask, axis=1, dtype=np.int64).tolist()
+    num_trained = sum(lengths)
+    of_trained: tuple[int | None, int | None] = (None, None)
+    if num_trained and oldest == newest:
+        of_trained = made
+    elif num_trained:
+        trained = versions[loss_mask]
+        of_trained = _least(trained), _greatest(trained)
     return RowFacts(
         num_rows=len(rewards),
-        num_trained=len(trained),
+        num_trained=num_trained,
         reward=math.fsum(scored) / len(scored) if scored else None,
         oldest=made[0],
         newest=made[1],
@@ -185,6 +186,21 @@ def _facts(
         trained_newest=of_trained[1],
         squared_lengths=sum([length * length for length in lengths]),
     )
+
+
+def _objection(
+    loss_mask: np.ndarray[Any, Any],
+    attention_mask: np.ndarray[Any, Any],
+    versions: np.ndarray[Any, Any],
+) -> str:
+    """Why some token of ``loss_mask`` must not be trained."""
+    if count_nonzero(loss_mask > attention_mask):
+        return "loss_mask covers padding"
+    if count_nonzero(loss_mask[:, 0]):
+        return "loss_mask covers token 0, which has no prediction"
+    if count_nonzero(versions[loss_mask] < 0):
+        return "a trained token has no version; only sampled tokens are trained"
+    return "a trained token has a log-probability that is not finite"
 
 
 def _least(array: np.ndarray[Any, Any]) -> int:
@@ -218,47 +234,59 @@ def join_rows(
     ``sample_ids`` are numbered anew, so that equal numbers of two episodes do not meet.
     """
     named = [name for name in PER_ROW if any(name in rows.tensors for rows in episodes)]
-    batch = _batch(episodes, concat_columns([rows.with_columns(named) for rows in episodes]))
-    if version is None:
-        return batch, Staleness(0, 0.0, 0)
-    mask = batch["loss_mask"]
-    fresh = batch["versions"] >= version - max_staleness
-    batch["loss_mask"] = mask & fresh
-    masked = int((mask & ~fresh).sum())
-    trained_B = batch["loss_mask"].sum(-1)
-    trained, lengths = int(trained_B.sum()), int((trained_B * mask.sum(-1)).sum())
-    lags = version - batch["versions"][batch["loss_mask"]]
-    if lags.numel() == 0:
-        return batch, Staleness(0, 0.0, masked)
-    mean = float(lags.float().mean())
-    return batch, Staleness(int(lags.max()), mean, masked, trained, lengths)
+    columns = concat_columns([rows.with_columns(named) for rows in episodes])
+    staleness = Staleness(0, 0.0, 0)
+    if version is not None:
+        staleness = _mask_old(columns, version, max_staleness)
+    return _batch(episodes, columns), staleness
+
+
+def _mask_old(columns: dict[str, torch.Tensor], version: int, max_staleness: int) -> Staleness:
+    """Take what is too old out of ``loss_mask``; in numpy, whose calls cost less than torch's."""
+    mask = columns["loss_mask"].numpy(force=True)
+    versions = columns["versions"].numpy(force=True)
+    trained = mask & (versions >= version - max_staleness)
+    made = versions[trained]
+    masked = int(count_nonzero(mask)) - len(made)
+    if masked:
+        columns["loss_mask"] = torch.from_numpy(trained).to(columns["loss_mask"].device)
+    if len(made) == 0:
+        return Staleness(0, 0.0, masked)
+    lengths_B = np.add.reduce(mask, axis=1, dtype=np.int64)
+    trained_B = np.add.reduce(trained, axis=1, dtype=np.int64)
+    return Staleness(
+        max=version - _least(made),
+        mean=float(version - made.mean()),
+        masked_tokens=masked,
+        trained_tokens=len(made),
+        trained_lengths=int(np.add.reduce(trained_B * lengths_B)),
+    )
 
 
 def _batch(episodes: Sequence[EpisodeRows], fields: Mapping[str, torch.Tensor]) -> TensorDict:
     """Joined columns, with those that no workflow gave and those of the episodes."""
-    sizes = [rows.num_rows for rows in episodes]
+    sizes = np.array([rows.num_rows for rows in episodes])
+    num_rows = int(np.add.reduce(sizes))
     made: dict[str, Any] = {
         name: _repeated([rows.value_of(name) for rows in episodes], sizes, PER_ROW[name])
         for name in PER_ROW
         if name not in fields and name != "sample_ids"
     }
     made["sample_ids"] = (
-        _numbered(fields["sample_ids"], sizes)
-        if "sample_ids" in fields
-        else torch.arange(sum(sizes))
+        _numbered(fields["sample_ids"], sizes) if "sample_ids" in fields else torch.arange(num_rows)
     )
     made["episode_ids"] = _repeated([rows.episode_id for rows in episodes], sizes, torch.int64)
     made["attempt"] = _repeated([rows.attempt for rows in episodes], sizes, torch.int64)
-    return TensorDict({**fields, **made}, batch_size=[sum(sizes)])
+    return TensorDict({**fields, **made}, batch_size=[num_rows])
 
 
-def _repeated(values: Sequence[Any], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(np.repeat(values, sizes)).to(dtype)
+def _repeated(values: Sequence[Any], sizes: _Sizes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.array(values).repeat(sizes)).to(dtype)
 
 
-def _numbered(sample_ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def _numbered(sample_ids: torch.Tensor, sizes: _Sizes) -> torch.Tensor:
     """Numbers of (episode, sample): those of an episode in their order, episode after episode."""
     known, ranks = np.unique(sample_ids.numpy(force=True), return_inverse=True)
-    pairs = np.repeat(np.arange(len(sizes)), sizes) * len(known) + ranks
+    pairs = np.arange(len(sizes)).repeat(sizes) * len(known) + ranks
     _, numbers = np.unique(pairs, return_inverse=True)
     return torch.from_numpy(numbers).to(sample_ids.device)
