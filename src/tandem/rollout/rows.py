@@ -158,27 +158,28 @@ def _facts(
 
     By the functions of numpy that cost least to call, since most arrays are small.
     """
-    may_train = attention_mask & (versions >= 0) & np.isfinite(logprobs)
-    may_train[:, 0] = False
-    if count_nonzero(loss_mask > may_train):
-        raise DataError(f"{where}: {_objection(loss_mask, attention_mask, versions)}")
+    if count_nonzero(loss_mask > attention_mask):
+        raise DataError(f"{where}: loss_mask covers padding")
+    if count_nonzero(loss_mask[:, 0]):
+        raise DataError(f"{where}: loss_mask covers token 0, which has no prediction")
+    trained = versions[loss_mask]
+    if count_nonzero(trained < 0):
+        raise DataError(f"{where}: a trained token has no version; only sampled tokens are trained")
+    if count_nonzero(np.isfinite(logprobs[loss_mask])) < len(trained):
+        raise DataError(f"{where}: a trained token has a log-probability that is not finite")
     scored = [reward for reward in rewards.tolist() if reward == reward]
     if any(map(math.isinf, scored)):
         raise DataError(f"{where}: a reward is infinite, allowed: finite numbers, NaN for no score")
     # Of the versions that are not negative, which as unsigned numbers come first.
     oldest, newest = _least(versions.view(np.uint64)), _greatest(versions)
     made = (oldest, newest) if newest >= 0 else (None, None)
-    lengths = np.add.reduce(loss_mask, axis=1, dtype=np.int64).tolist()
-    num_trained = sum(lengths)
     of_trained: tuple[int | None, int | None] = (None, None)
-    if num_trained and oldest == newest:
-        of_trained = made
-    elif num_trained:
-        trained = versions[loss_mask]
-        of_trained = _least(trained), _greatest(trained)
+    if len(trained):
+        of_trained = made if oldest == newest else (_least(trained), _greatest(trained))
+    lengths = np.add.reduce(loss_mask, axis=1, dtype=np.int64).tolist()
     return RowFacts(
         num_rows=len(rewards),
-        num_trained=num_trained,
+        num_trained=len(trained),
         reward=math.fsum(scored) / len(scored) if scored else None,
         oldest=made[0],
         newest=made[1],
@@ -186,21 +187,6 @@ def _facts(
         trained_newest=of_trained[1],
         squared_lengths=sum([length * length for length in lengths]),
     )
-
-
-def _objection(
-    loss_mask: np.ndarray[Any, Any],
-    attention_mask: np.ndarray[Any, Any],
-    versions: np.ndarray[Any, Any],
-) -> str:
-    """Why some token of ``loss_mask`` must not be trained."""
-    if count_nonzero(loss_mask > attention_mask):
-        return "loss_mask covers padding"
-    if count_nonzero(loss_mask[:, 0]):
-        return "loss_mask covers token 0, which has no prediction"
-    if count_nonzero(versions[loss_mask] < 0):
-        return "a trained token has no version; only sampled tokens are trained"
-    return "a trained token has a log-probability that is not finite"
 
 
 def _least(array: np.ndarray[Any, Any]) -> int:
