@@ -5,18 +5,21 @@ executor's. Batches are handed over and consumed as a trainer would. Processor t
 one thread; the minimum of several rounds.
 
     python benchmarks/executor_cost.py --in-flight 10 100 1000 10000
+    python benchmarks/executor_cost.py --in-flight 10 --batch 10 128
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -90,23 +93,31 @@ class Fixed:
         return 0
 
 
-def bare_us(count: int) -> float:
-    """The coroutines alone, all at once."""
+def bare_us(count: int, in_flight: int) -> float:
+    """The coroutines alone, ``in_flight`` at a time, in one event loop."""
     workflow = Trivial()
+    engine: Any = Fixed()
+    batches = max(1, count // in_flight)
 
-    async def run() -> None:
-        engine: Any = Fixed()
-        await asyncio.gather(*[workflow.arun_episode(engine, {}) for _ in range(count)])
+    async def run() -> float:
+        began = time.process_time()
+        for _ in range(batches):
+            await asyncio.gather(*[workflow.arun_episode(engine, {}) for _ in range(in_flight)])
+        return time.process_time() - began
 
-    began = time.process_time()
-    asyncio.run(run())
-    return (time.process_time() - began) / count * 1e6
+    return asyncio.run(run()) / (batches * in_flight) * 1e6
 
 
-def executor_us(count: int, in_flight: int, folder: Path | None) -> float:
-    """Through the executor, ``in_flight`` at a time; with a store in ``folder`` or without."""
+def executor_us(
+    count: int, in_flight: int, folder: Path | None, *, batch: int | None = None
+) -> float:
+    """Through the executor, ``in_flight`` at a time; with a store in ``folder`` or without.
+
+    Handed over in batches of ``batch`` episodes, by default as many as are in flight.
+    """
+    batch = batch or in_flight
     config = RolloutConfig(
-        batch_size=in_flight,
+        batch_size=batch,
         group_size=GROUP,
         max_concurrent=in_flight,
         max_staleness=1,
@@ -129,7 +140,7 @@ def executor_us(count: int, in_flight: int, folder: Path | None) -> float:
 
     step()
     began = time.process_time()
-    steps = max(1, count // in_flight)
+    steps = max(1, count // batch)
     for _ in range(steps):
         step()
     if writer is not None:
@@ -139,33 +150,45 @@ def executor_us(count: int, in_flight: int, folder: Path | None) -> float:
     if writer is not None and store is not None:
         writer.close()
         store.close()
-    return taken / (steps * in_flight) * 1e6
+    return taken / (steps * batch) * 1e6
+
+
+def measure(arguments: argparse.Namespace, in_flight: int, batch: int, folder: Path) -> None:
+    """Print the least of several rounds; bare and executor alternate."""
+    count, rounds = arguments.episodes, []
+    folder.mkdir()
+    for number in range(arguments.rounds):
+        bare = bare_us(count, in_flight)
+        memory = executor_us(count, in_flight, None, batch=batch)
+        stored = executor_us(count, in_flight, folder / str(number), batch=batch)
+        rounds.append((bare, memory, stored))
+    bare, memory, stored = (min(column) for column in zip(*rounds, strict=True))
+    result = {
+        "in_flight": in_flight,
+        "batch": batch,
+        "bare_us": round(bare, 1),
+        "executor_us": round(memory - bare, 1),
+        "executor_and_store_us": round(stored - bare, 1),
+    }
+    print(json.dumps(result), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--in-flight", type=int, nargs="+", default=[10, 100, 1000, 10000])
+    parser.add_argument(
+        "--batch", type=int, nargs="+", default=[0], help="episodes of a batch; 0: as in flight"
+    )
     parser.add_argument("--episodes", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # as `tandem rl` does
     folder = Path(tempfile.mkdtemp(prefix="executor-cost-"))
-    bare_us(1000)
-    for in_flight in arguments.in_flight:
-        rounds = []
-        for number in range(arguments.rounds):
-            bare = bare_us(in_flight)
-            memory = executor_us(arguments.episodes, in_flight, None)
-            stored = executor_us(arguments.episodes, in_flight, folder / f"{in_flight}-{number}")
-            rounds.append((bare, memory, stored))
-        bare, memory, stored = (min(column) for column in zip(*rounds, strict=True))
-        result = {
-            "in_flight": in_flight,
-            "bare_us": round(bare, 1),
-            "executor_us": round(memory - bare, 1),
-            "executor_and_store_us": round(stored - bare, 1),
-        }
-        print(json.dumps(result), flush=True)
+    bare_us(1000, 1000)
+    for in_flight, batch in product(arguments.in_flight, arguments.batch):
+        measure(arguments, in_flight, batch or in_flight, folder / f"{in_flight}-{batch}")
     shutil.rmtree(folder)
 
 

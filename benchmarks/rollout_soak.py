@@ -11,6 +11,7 @@ goes for some batches; with it at ``--rate`` turns a second, a line of JSON ever
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -87,6 +88,8 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=500.0, help="turns a second, with --minutes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # as `tandem rl` does
     token_s = 0.0
     if arguments.minutes is not None:
         token_s = arguments.in_flight / arguments.rate / len(ANSWER)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from tensordict import TensorDict
 
 from tandem.data.batch import collate
 from tandem.errors import DataError, StoreError
 from tandem.rollout.composed import ComposedInferenceEngine
 from tandem.rollout.encoding import pack_rows, unpack_rows
-from tandem.rollout.rows import check_rows
+from tandem.rollout.rows import PER_ROW, check_rows
 from tandem.rollout.runs import FIRST_FREE_ID
 from tandem.store import MemoryStore, Moved, StoredEpisode, StoreWriter
 from tandem.store.records import Change
@@ -406,6 +408,66 @@ def test_a_token_that_needs_more_than_four_bytes_keeps_them() -> None:
     made.tensors["input_ids"] = made.tensors["input_ids"] + (1 << 40)
     after = unpack_rows(pack_rows(made), episode_id=0, attempt=0)
     assert torch.equal(after["input_ids"], made.tensors["input_ids"])
+
+
+def test_bytes_are_a_header_and_every_column_in_the_order_of_their_names() -> None:
+    made = rows()
+    columns = dict(sorted(made.with_columns(PER_ROW).items()))
+    for name in ("input_ids", "versions"):
+        columns[name] = columns[name].to(torch.int32)
+    names = {torch.bool: "BOOL", torch.int32: "I32", torch.int64: "I64", torch.bfloat16: "BF16"}
+    header: dict[str, Any] = {}
+    body = b""
+    for name, column in columns.items():
+        data = bytes(column.contiguous().view(torch.uint8).flatten().tolist())
+        kind, offsets = names.get(column.dtype, "F32"), [len(body), len(body) + len(data)]
+        header[name] = {"dtype": kind, "shape": list(column.shape), "data_offsets": offsets}
+        body += data
+    packed = pack_rows(made)
+    start = 8 + int.from_bytes(packed[:8], "little")
+    assert start % 8 == 0
+    assert list(json.loads(packed[8:start]).items()) == list(header.items())
+    assert packed[start:] == body
+
+
+@pytest.mark.parametrize("given", [(), ("sample_ids", "truncated"), tuple(PER_ROW)])
+def test_columns_that_were_left_out_are_in_the_bytes(given: tuple[str, ...]) -> None:
+    expected = {
+        "group_ids": torch.tensor([1 << 41] * 3),
+        "sample_ids": torch.tensor([0, 1, 2]),
+        "truncated": torch.tensor([False] * 3),
+        "temperature": torch.tensor([0.7] * 3),
+    }
+    tokens = torch.ones(3, 2, dtype=torch.int64)
+    made = TensorDict(
+        {
+            "input_ids": tokens,
+            "attention_mask": tokens > 0,
+            "loss_mask": tokens < 0,
+            "logprobs": torch.zeros(3, 2),
+            "versions": -tokens,
+            "rewards": torch.zeros(3),
+            **{name: expected[name] for name in given},
+        },
+        batch_size=[3],
+    )
+    checked, _ = check_rows(made, 1 << 41, 0, temperature=0.7)
+    after = unpack_rows(pack_rows(checked), episode_id=1 << 41, attempt=0)
+    for name, column in expected.items():
+        assert after[name].dtype == column.dtype, name
+        assert torch.equal(after[name], column), name
+
+
+@pytest.mark.parametrize("token", [(1 << 31) - 1, 1 << 31, -(1 << 31), -(1 << 31) - 1])
+def test_tokens_keep_their_value_at_the_border_of_four_bytes(token: int) -> None:
+    made = rows()
+    made.tensors["input_ids"] = torch.full_like(made.tensors["input_ids"], token)
+    packed = pack_rows(made)
+    start = 8 + int.from_bytes(packed[:8], "little")
+    kind = json.loads(packed[8:start])["input_ids"]["dtype"]
+    assert kind == ("I32" if -(1 << 31) <= token < 1 << 31 else "I64")
+    after = unpack_rows(packed, episode_id=0, attempt=0)
+    assert after["input_ids"].unique().tolist() == [token]
 
 
 def test_rows_that_cannot_be_stored_say_so() -> None:

@@ -55,7 +55,7 @@ def test_what_was_written_is_read_back(store: TrajectoryStore) -> None:
     )
     empty = stored(2, state=S.FAILED, content=None, reward=None, num_rows=0, oldest_version=None)
     store.write([episode, empty])
-    assert store.find() == [replace(episode, content=None), empty]
+    assert store.find() == [episode._replace(content=None), empty]
     assert store.content(1) == episode.content
     assert store.content(2) == Content()
     assert store.counts() == {S.READY: 1, S.FAILED: 1}

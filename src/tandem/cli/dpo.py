@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.cli.configs import ConfigArgument, DryRun, Overrides, Resume, print_config, read_config
+from tandem.cli.training import import_trainers
 
 
 def dpo(
@@ -16,6 +17,4 @@ def dpo(
     if dry_run:
         print_config(resolved)
         return
-    from tandem.trainers import run_dpo
-
-    run_dpo(resolved, resume=resume)
+    import_trainers().run_dpo(resolved, resume=resume)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from tandem.cli.configs import CONFIG_FILE, DryRun, Overrides, Resume, print_config
+from tandem.cli.training import import_trainers
 from tandem.errors import ConfigError
 
 
@@ -34,9 +35,7 @@ def quickstart(
     if dry_run:
         print_config(config)
         return
-    from tandem.trainers import run_rl
-
-    run_rl(config, resume=resume)
+    import_trainers().run_rl(config, resume=resume)
 
 
 def _free(runs: Path, name: str) -> str:

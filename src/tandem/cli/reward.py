@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.cli.configs import ConfigArgument, DryRun, Overrides, Resume, print_config, read_config
+from tandem.cli.training import import_trainers
 
 
 def reward(
@@ -16,6 +17,4 @@ def reward(
     if dry_run:
         print_config(resolved)
         return
-    from tandem.trainers import run_reward
-
-    run_reward(resolved, resume=resume)
+    import_trainers().run_reward(resolved, resume=resume)

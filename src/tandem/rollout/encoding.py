@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from struct import Struct
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,8 @@ _NAMES = {
     torch.float64: "F64",
 }
 
-_Entry = tuple[str, str, tuple[int, ...], int]
-"""Name, dtype, shape and size in bytes of one tensor."""
+_PACKED = {torch.bool: Struct("<?"), torch.int64: Struct("<q"), torch.float32: Struct("<f")}
+_LEFT_OUT = {name: (_NAMES[dtype], _PACKED[dtype].pack) for name, dtype in PER_ROW.items()}
 
 
 def pack_rows(rows: EpisodeRows) -> bytes:
@@ -46,16 +47,38 @@ def pack_rows(rows: EpisodeRows) -> bytes:
     Raises:
         DataError: a tensor of a kind that cannot be stored.
     """
-    entries: list[_Entry] = []
+    entries: list[Any] = []
     parts: list[bytes] = []
-    for name, tensor in sorted(rows.with_columns(PER_ROW).items()):
-        kind, data = _encode(name, tensor)
-        entries.append((name, kind, tuple(tensor.shape), len(data)))
+    tensors = rows.tensors
+    for name in _order(tuple(tensors)):
+        if name in tensors:
+            kind, shape, data = _encode(name, tensors[name], rows.arrays.get(name))
+        else:
+            kind, shape, data = _left_out(name, rows)
+        entries += name, kind, shape, len(data)
         parts.append(data)
     return b"".join([_header(tuple(entries)), *parts])
 
 
-def _encode(name: str, tensor: Any) -> tuple[str, bytes]:
+@lru_cache
+def _order(names: tuple[str, ...]) -> list[str]:
+    """Of all columns, with those that a workflow may leave out."""
+    return sorted({*names, *PER_ROW})
+
+
+def _left_out(name: str, rows: EpisodeRows) -> tuple[str, tuple[int, ...], bytes]:
+    kind, pack = _LEFT_OUT[name]
+    if name == "sample_ids":
+        data = np.arange(rows.num_rows, dtype=np.int64).tobytes()
+    else:
+        data = pack(rows.value_of(name)) * rows.num_rows
+    return kind, (rows.num_rows,), data
+
+
+def _encode(
+    name: str, tensor: Any, array: np.ndarray[Any, Any] | None
+) -> tuple[str, tuple[int, ...], bytes]:
+    """Kind, shape and bytes; ``array`` is the tensor as one, if somebody made it before."""
     kind = _NAMES.get(getattr(tensor, "dtype", None))  # type: ignore[arg-type]
     if kind is None or tensor.is_nested:
         raise DataError(
@@ -63,19 +86,23 @@ def _encode(name: str, tensor: Any) -> tuple[str, bytes]:
             f"allowed: padded tensors of {', '.join(map(str, _NAMES))}"
         )
     if kind == "BF16":  # numpy has none
-        return kind, tensor.detach().cpu().contiguous().view(torch.int16).numpy().tobytes()
-    array = tensor.numpy(force=True)
+        array = tensor.detach().cpu().contiguous().view(torch.int16).numpy()
+    elif array is None:
+        array = tensor.numpy(force=True)
+    data = array.tobytes()
     if kind == "I64" and name in _NARROW:
         narrow = array.astype(np.int32)
-        if not np.count_nonzero(narrow != array):
-            return "I32", narrow.tobytes()
-    return kind, array.tobytes()
+        if narrow.astype(np.int64).tobytes() == data:
+            return "I32", narrow.shape, narrow.tobytes()
+    return kind, array.shape, data
 
 
 @lru_cache(maxsize=4096)
-def _header(entries: tuple[_Entry, ...]) -> bytes:
+def _header(entries: tuple[Any, ...]) -> bytes:
+    """Of name, dtype, shape and size in bytes of every tensor, one after the other: a tuple of
+    tuples takes longer to look up."""
     record, start = {}, 0
-    for name, kind, shape, size in entries:
+    for name, kind, shape, size in zip(*[iter(entries)] * 4, strict=True):
         record[name] = {"dtype": kind, "shape": shape, "data_offsets": [start, start + size]}
         start += size
     text = json.dumps(record, separators=(",", ":")).encode()

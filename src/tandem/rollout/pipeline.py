@@ -129,6 +129,8 @@ class Pipeline:
 
     def wake(self) -> None:
         """Have the rollout thread start what is admitted, soon."""
+        if self._is_start_due or not self.queue:  # what is due has yet to look at the queue
+            return
         with self._lock:
             if self._loop.is_running and not self._is_start_due:
                 self._is_start_due = True

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,8 +38,7 @@ OF_EPISODE = ("episode_ids", "attempt")
 """What follows from the episode; a workflow's own are ignored."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowFacts:
+class RowFacts(NamedTuple):
     """What the executor and the store want to know of the rows of one episode.
 
     ``oldest``/``newest``: versions of all generated tokens, ``trained_oldest``/``trained_newest``
@@ -57,16 +56,20 @@ class RowFacts:
     squared_lengths: int
 
 
+_Sizes = np.ndarray[Any, np.dtype[np.int64]]
+
 NO_ROWS = RowFacts(0, 0, None, None, None, None, None, 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class EpisodeRows:
     """Checked rows of one attempt, as the workflow's own tensors.
 
-    Not a TensorDict, which costs as much as all checks. Columns that the workflow left out and that
-    are one value for the episode are made when somebody wants them: ``group_ids`` (one group),
-    ``sample_ids`` (one trajectory a row), ``truncated`` (none is), ``temperature``.
+    Not a TensorDict, which costs as much as all checks. ``arrays`` are those of ``tensors`` that
+    the checks looked into: a tensor as an array costs more than its bytes. Columns that the
+    workflow left out and that are one value for the episode are made when somebody wants them:
+    ``group_ids`` (one group), ``sample_ids`` (one trajectory a row), ``truncated`` (none is),
+    ``temperature``.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -74,6 +77,7 @@ class EpisodeRows:
     episode_id: int
     attempt: int
     temperature: float = 1.0
+    arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
     def with_columns(self, names: Collection[str]) -> dict[str, torch.Tensor]:
         """All tensors, with those of ``names`` that the workflow left out."""
@@ -115,35 +119,36 @@ def check_rows(
     shape = _require(tensors, "input_ids", torch.int64, where).shape
     if len(shape) != 2 or shape[1] < 1:
         raise DataError(f"{where}: input_ids has shape {list(shape)}, allowed: [B, T], T >= 1")
-    per_token = {}
+    arrays = {}
     for key, dtype in REQUIRED_PER_TOKEN.items():
         value = _require(tensors, key, dtype, where)
         if value.shape != shape:
             raise DataError(f"{where}: {key} has shape {list(value.shape)}, allowed: {list(shape)}")
-        per_token[key] = value.numpy(force=True)
+        arrays[key] = value.numpy(force=True)
     rewards = _require(tensors, "rewards", torch.float32, where)
     if rewards.shape != (num_rows,):
         raise DataError(f"{where}: rewards has shape {list(rewards.shape)}, allowed: [{num_rows}]")
     for key, dtype in PER_ROW.items():
         if key in tensors and _require(tensors, key, dtype, where).shape != (num_rows,):
             raise DataError(f"{where}: {key} has another shape than [{num_rows}]")
-    facts = _facts(rewards.numpy(force=True), where, **per_token)
-    return EpisodeRows(tensors, num_rows, episode_id, attempt, temperature), facts
+    arrays["rewards"] = rewards.numpy(force=True)
+    facts = _facts(where, **arrays)
+    return EpisodeRows(tensors, num_rows, episode_id, attempt, temperature, arrays), facts
 
 
 def _require(tensors: Mapping[str, Any], key: str, dtype: torch.dtype, where: str) -> torch.Tensor:
     value = tensors.get(key)
     if not isinstance(value, torch.Tensor):
         raise DataError(f"{where}: {key} is missing; a workflow returns it as {dtype}")
-    if value.dtype != dtype:
+    if value.dtype is not dtype:
         raise DataError(f"{where}: {key} is {value.dtype}, allowed: {dtype}")
     return value
 
 
 def _facts(
-    rewards: np.ndarray[Any, Any],
     where: str,
     *,
+    rewards: np.ndarray[Any, Any],
     attention_mask: np.ndarray[Any, Any],
     loss_mask: np.ndarray[Any, Any],
     logprobs: np.ndarray[Any, Any],
@@ -151,47 +156,46 @@ def _facts(
 ) -> RowFacts:
     """Check the values and take what is worth knowing.
 
-    In numpy, and there by reductions of its functions, whose calls cost a third of those of arrays.
+    By the functions of numpy that cost least to call, since most arrays are small.
     """
     if count_nonzero(loss_mask > attention_mask):
         raise DataError(f"{where}: loss_mask covers padding")
     if count_nonzero(loss_mask[:, 0]):
         raise DataError(f"{where}: loss_mask covers token 0, which has no prediction")
     trained = versions[loss_mask]
-    oldest, newest = _bounds(trained)
-    if oldest is not None and oldest < 0:
+    if count_nonzero(trained < 0):
         raise DataError(f"{where}: a trained token has no version; only sampled tokens are trained")
     if count_nonzero(np.isfinite(logprobs[loss_mask])) < len(trained):
         raise DataError(f"{where}: a trained token has a log-probability that is not finite")
     scored = [reward for reward in rewards.tolist() if reward == reward]
     if any(map(math.isinf, scored)):
         raise DataError(f"{where}: a reward is infinite, allowed: finite numbers, NaN for no score")
-    made_oldest, made_newest = _bounds_of_made(versions)
-    lengths_B = np.add.reduce(loss_mask, axis=1, dtype=np.int64)
+    # Of the versions that are not negative, which as unsigned numbers come first.
+    oldest, newest = _least(versions.view(np.uint64)), _greatest(versions)
+    made = (oldest, newest) if newest >= 0 else (None, None)
+    of_trained: tuple[int | None, int | None] = (None, None)
+    if len(trained):
+        of_trained = made if oldest == newest else (_least(trained), _greatest(trained))
+    lengths = np.add.reduce(loss_mask, axis=1, dtype=np.int64).tolist()
     return RowFacts(
         num_rows=len(rewards),
         num_trained=len(trained),
         reward=math.fsum(scored) / len(scored) if scored else None,
-        oldest=made_oldest,
-        newest=made_newest,
-        trained_oldest=oldest,
-        trained_newest=newest,
-        squared_lengths=int(lengths_B.dot(lengths_B)),
+        oldest=made[0],
+        newest=made[1],
+        trained_oldest=of_trained[0],
+        trained_newest=of_trained[1],
+        squared_lengths=sum([length * length for length in lengths]),
     )
 
 
-def _bounds(versions: np.ndarray[Any, Any]) -> tuple[int | None, int | None]:
-    if versions.size == 0:
-        return None, None
-    return int(np.minimum.reduce(versions)), int(np.maximum.reduce(versions))
+def _least(array: np.ndarray[Any, Any]) -> int:
+    """At half the cost of ``min``."""
+    return int(array.item(array.argmin()))
 
 
-def _bounds_of_made(versions: np.ndarray[Any, Any]) -> tuple[int | None, int | None]:
-    """Of the versions that are not negative, which as unsigned numbers come first."""
-    newest = int(np.maximum.reduce(versions, axis=None))
-    if newest < 0:
-        return None, None
-    return int(np.minimum.reduce(versions.view(np.uint64), axis=None)), newest
+def _greatest(array: np.ndarray[Any, Any]) -> int:
+    return int(array.item(array.argmax()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,47 +220,59 @@ def join_rows(
     ``sample_ids`` are numbered anew, so that equal numbers of two episodes do not meet.
     """
     named = [name for name in PER_ROW if any(name in rows.tensors for rows in episodes)]
-    batch = _batch(episodes, concat_columns([rows.with_columns(named) for rows in episodes]))
-    if version is None:
-        return batch, Staleness(0, 0.0, 0)
-    mask = batch["loss_mask"]
-    fresh = batch["versions"] >= version - max_staleness
-    batch["loss_mask"] = mask & fresh
-    masked = int((mask & ~fresh).sum())
-    trained_B = batch["loss_mask"].sum(-1)
-    trained, lengths = int(trained_B.sum()), int((trained_B * mask.sum(-1)).sum())
-    lags = version - batch["versions"][batch["loss_mask"]]
-    if lags.numel() == 0:
-        return batch, Staleness(0, 0.0, masked)
-    mean = float(lags.float().mean())
-    return batch, Staleness(int(lags.max()), mean, masked, trained, lengths)
+    columns = concat_columns([rows.with_columns(named) for rows in episodes])
+    staleness = Staleness(0, 0.0, 0)
+    if version is not None:
+        staleness = _mask_old(columns, version, max_staleness)
+    return _batch(episodes, columns), staleness
+
+
+def _mask_old(columns: dict[str, torch.Tensor], version: int, max_staleness: int) -> Staleness:
+    """Take what is too old out of ``loss_mask``; in numpy, whose calls cost less than torch's."""
+    mask = columns["loss_mask"].numpy(force=True)
+    versions = columns["versions"].numpy(force=True)
+    trained = mask & (versions >= version - max_staleness)
+    made = versions[trained]
+    masked = int(count_nonzero(mask)) - len(made)
+    if masked:
+        columns["loss_mask"] = torch.from_numpy(trained).to(columns["loss_mask"].device)
+    if len(made) == 0:
+        return Staleness(0, 0.0, masked)
+    lengths_B = np.add.reduce(mask, axis=1, dtype=np.int64)
+    trained_B = np.add.reduce(trained, axis=1, dtype=np.int64)
+    return Staleness(
+        max=version - _least(made),
+        mean=float(version - made.mean()),
+        masked_tokens=masked,
+        trained_tokens=len(made),
+        trained_lengths=int(np.add.reduce(trained_B * lengths_B)),
+    )
 
 
 def _batch(episodes: Sequence[EpisodeRows], fields: Mapping[str, torch.Tensor]) -> TensorDict:
     """Joined columns, with those that no workflow gave and those of the episodes."""
-    sizes = [rows.num_rows for rows in episodes]
+    sizes = np.array([rows.num_rows for rows in episodes])
+    num_rows = int(np.add.reduce(sizes))
     made: dict[str, Any] = {
         name: _repeated([rows.value_of(name) for rows in episodes], sizes, PER_ROW[name])
         for name in PER_ROW
         if name not in fields and name != "sample_ids"
     }
     made["sample_ids"] = (
-        _numbered(fields["sample_ids"], sizes)
-        if "sample_ids" in fields
-        else torch.arange(sum(sizes))
+        _numbered(fields["sample_ids"], sizes) if "sample_ids" in fields else torch.arange(num_rows)
     )
     made["episode_ids"] = _repeated([rows.episode_id for rows in episodes], sizes, torch.int64)
     made["attempt"] = _repeated([rows.attempt for rows in episodes], sizes, torch.int64)
-    return TensorDict({**fields, **made}, batch_size=[sum(sizes)])
+    return TensorDict({**fields, **made}, batch_size=[num_rows])
 
 
-def _repeated(values: Sequence[Any], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    return torch.from_numpy(np.repeat(values, sizes)).to(dtype)
+def _repeated(values: Sequence[Any], sizes: _Sizes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.from_numpy(np.array(values).repeat(sizes)).to(dtype)
 
 
-def _numbered(sample_ids: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+def _numbered(sample_ids: torch.Tensor, sizes: _Sizes) -> torch.Tensor:
     """Numbers of (episode, sample): those of an episode in their order, episode after episode."""
     known, ranks = np.unique(sample_ids.numpy(force=True), return_inverse=True)
-    pairs = np.repeat(np.arange(len(sizes)), sizes) * len(known) + ranks
+    pairs = np.arange(len(sizes)).repeat(sizes) * len(known) + ranks
     _, numbers = np.unique(pairs, return_inverse=True)
     return torch.from_numpy(numbers).to(sample_ids.device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from tandem.store.records import Change, Content, Event, StoredEpisode
 from tandem.types import EpisodeState
@@ -180,12 +180,11 @@ def _is_usable(episode: StoredEpisode, point: RewindPoint) -> bool:
 
 def _after(episode: StoredEpisode, point: RewindPoint, *, is_usable: bool) -> StoredEpisode:
     if is_usable:
-        return replace(episode, state=_S.READY, reason=None, closed_version=None, step=None)
+        return episode._replace(state=_S.READY, reason=None, closed_version=None, step=None)
     if episode.state is _S.SUPERSEDED:
         return episode
     was = episode.state.value + (f": {episode.reason}" if episode.reason else "")
-    return replace(
-        episode,
+    return episode._replace(
         state=_S.SUPERSEDED,
         reason=f"resumed from step {point.step}; was {was}",
         closed_version=point.step,

@@ -79,7 +79,7 @@ class MemoryStore(TrajectoryStore):
             raise StoreError(
                 f"attempt {episode.key}: its key is taken, or {episode.state} is not a stored state"
             )
-        self._episodes[episode.key] = replace(episode, content=None)
+        self._episodes[episode.key] = episode._replace(content=None)
         self._contents[episode.key] = episode.content or Content()
         self._last_key = max(self._last_key, episode.key)
 
@@ -90,8 +90,7 @@ class MemoryStore(TrajectoryStore):
             state = "not stored" if episode is None else episode.state.value
             raise StoreError(f"attempt {key} is {state}; it cannot become {change.state}")
         is_final = change.state in FINAL_STATES
-        self._episodes[key] = replace(
-            episode,
+        self._episodes[key] = episode._replace(
             state=change.state,
             reason=change.reason,
             step=change.step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from tandem.types import EpisodeState
 
@@ -47,8 +47,7 @@ class EpisodeRecord:
     running_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
+class Content(NamedTuple):
     """The large part of an attempt: what a listing does not read.
 
     ``rows`` are the rows that are trained on, in the format of a safetensors file; None when the
@@ -68,8 +67,7 @@ class Content:
         return text + 16 * len(self.rewards) + 64 * len(self.spans) + len(self.rows or b"")
 
 
-@dataclass(frozen=True, slots=True)
-class StoredEpisode:
+class StoredEpisode(NamedTuple):
     """One attempt whose run has ended. ``key`` is its own, in the order in which attempts ended.
 
     ``incarnation`` with a version names the weights. ``oldest_version`` and ``newest_version`` are

@@ -95,17 +95,13 @@ PRAGMA user_version = {SCHEMA_VERSION};
 COMMIT;
 """
 
-_COLUMNS = (
-    "key, episode_id, attempt, state, incarnation, started_version, reason, oldest_version, "
-    "newest_version, closed_version, step, reward, num_rows, num_tokens, ended_at, queued_s, "
-    "running_s"
-)
+_COLUMNS = ", ".join(StoredEpisode._fields[:-1])  # all but the content
 _INSERT = f"INSERT INTO episodes ({_COLUMNS}, size_bytes) VALUES "
 _INSERT_CONTENT = "INSERT INTO contents VALUES "
 _MAX_ROWS = 50
 """Of one statement, whose variables old SQLites bound at 999. Every statement lets another thread
 in, which costs more than a row."""
-_INSERT_EVENT = "INSERT INTO events (at, incarnation, version, kind, detail) VALUES (?, ?, ?, ?, ?)"
+_INSERT_EVENT = "INSERT INTO events (at, incarnation, version, kind, detail) VALUES "
 _MOVES = {
     state: "UPDATE episodes SET state = ?, reason = ?, step = ?, closed_version = ? "
     "WHERE key IN (SELECT value FROM json_each(?)) "
@@ -194,16 +190,10 @@ class SqliteStore(TrajectoryStore):
                     _add(db, [episode for episode in group if isinstance(episode, StoredEpisode)])
                     continue
                 for change in group:
-                    self._apply(db, change)
+                    if isinstance(change, Moved):
+                        self._move(db, change)
+            _log(db, [change for change in changes if isinstance(change, Event)])
             reach("store.commit")
-
-    def _apply(self, db: sqlite3.Connection, change: Change) -> None:
-        if isinstance(change, Moved):
-            self._move(db, change)
-        elif isinstance(change, Event):
-            detail = json.dumps(change.detail)
-            values = (change.at, change.incarnation, change.version, change.kind, detail)
-            db.execute(_INSERT_EVENT, values)
 
     def _move(self, db: sqlite3.Connection, change: Moved) -> None:
         closed = change.version if change.state in FINAL_STATES else None
@@ -349,7 +339,7 @@ def _add(db: sqlite3.Connection, episodes: Sequence[StoredEpisode]) -> None:
         chunk = episodes[start : start + _MAX_ROWS]
         for episode in chunk:
             content = episode.content or Content()
-            heads += (*_head(episode), content.size_bytes)
+            heads += (*episode[:3], episode.state.value, *episode[4:-1], content.size_bytes)
             lists = (content.completions, content.rewards, content.spans)
             texts = [_TEXT.encode(items) if items else "[]" for items in lists]
             contents += (episode.key, content.prompt, *texts, content.rows)
@@ -357,31 +347,19 @@ def _add(db: sqlite3.Connection, episodes: Sequence[StoredEpisode]) -> None:
         db.execute(_INSERT_CONTENT + _places(len(chunk), 6), contents)
 
 
-@lru_cache(maxsize=2 * _MAX_ROWS)
+def _log(db: sqlite3.Connection, events: Sequence[Event]) -> None:
+    for start in range(0, len(events), _MAX_ROWS):
+        chunk = events[start : start + _MAX_ROWS]
+        values: list[Any] = []
+        for event in chunk:
+            detail = json.dumps(event.detail)
+            values += (event.at, event.incarnation, event.version, event.kind, detail)
+        db.execute(_INSERT_EVENT + _places(len(chunk), 5), values)
+
+
+@lru_cache(maxsize=3 * _MAX_ROWS)
 def _places(rows: int, columns: int) -> str:
     return ", ".join([f"({', '.join('?' * columns)})"] * rows)
-
-
-def _head(episode: StoredEpisode) -> tuple[Any, ...]:
-    return (
-        episode.key,
-        episode.episode_id,
-        episode.attempt,
-        episode.state.value,
-        episode.incarnation,
-        episode.started_version,
-        episode.reason,
-        episode.oldest_version,
-        episode.newest_version,
-        episode.closed_version,
-        episode.step,
-        episode.reward,
-        episode.num_rows,
-        episode.num_tokens,
-        episode.ended_at,
-        episode.queued_s,
-        episode.running_s,
-    )
 
 
 def _episode(row: Iterable[Any]) -> StoredEpisode:
