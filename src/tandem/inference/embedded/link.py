@@ -265,8 +265,7 @@ that a process on the same core is not kept waiting."""
 
 
 KEPT_MEMORY = ":".join(
-    f"glibc.malloc.{name}"
-    for name in ("arena_max=1", "mmap_max=0", "trim_threshold=1099511627776")
+    f"glibc.malloc.{name}" for name in ("arena_max=1", "mmap_max=0", "trim_threshold=1099511627776")
 )
 """Freed memory stays with the child, for its next pass and its next set of weights: touching fresh
 memory costs more than computing with it."""
