@@ -253,8 +253,7 @@ def conclude(found: dict[str, Any], synchronous: dict[str, Row]) -> Row:
     """The figures of the goal."""
     step = found["asynchronous"]
     generation_ms, training_ms = found["generation"]["wall_ms"], found["training"]["wall_ms"]
-    sync_ms = min(row["wall_ms"] for row in synchronous.values())
-    return {
+    figures = {
         "generation_ms": generation_ms,
         "training_ms": training_ms,
         "balance": training_ms / generation_ms,
@@ -262,9 +261,11 @@ def conclude(found: dict[str, Any], synchronous: dict[str, Row]) -> Row:
         "of_longer_side": step["wall_ms"] / max(generation_ms, training_ms),
         "trainer_core_idle": 1 - step["trainer_cpu_ms"] / step["wall_ms"],
         "generator_core_idle": 1 - step["generator_cpu_ms"] / step["wall_ms"],
-        "synchronous_ms": sync_ms,
-        "speed_up": sync_ms / step["wall_ms"],
     }
+    if synchronous:
+        sync_ms = min(row["wall_ms"] for row in synchronous.values())
+        figures |= {"synchronous_ms": sync_ms, "speed_up": sync_ms / step["wall_ms"]}
+    return figures
 
 
 def table(result: Row) -> str:
