@@ -224,8 +224,7 @@ class Bench:
         return figures
 
     def synchronous(self, threads: int, cores: list[int]) -> Row:
-        for thread in threads_of(os.getpid()):
-            os.sched_setaffinity(thread, set(cores))
+        pin([os.getpid()], set(cores))
         config = self.config(
             f"synchronous-{threads}",
             "rollout.max_staleness=0",
@@ -299,7 +298,8 @@ def main() -> None:
     arguments.add_argument("--threads", type=int, nargs="*", default=[1, 2], help="synchronous")
     arguments.add_argument("--model", help="a warmed-up model instead of warming one up")
     options = arguments.parse_args()
-    cores = options.cores or sorted(os.sched_getaffinity(0))[:2]
+    allowed = os.sched_getaffinity(0)
+    cores = options.cores or sorted(allowed)[:2]
     if len(cores) < 2:
         arguments.error(f"two cores are needed, this process may use {cores}")
     torch.set_num_threads(1)
@@ -312,6 +312,7 @@ def main() -> None:
         synchronous = {
             f"threads_{threads}": bench.synchronous(threads, cores) for threads in options.threads
         }
+    pin([os.getpid()], allowed)
     result = conclude(found, synchronous)
     say(table(result))
     report(
