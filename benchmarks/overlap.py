@@ -139,9 +139,12 @@ class Phases:
         def step() -> None:
             metrics = self.session.step()
             self.session.record(metrics)
-            self.laps.append(metrics)
+            laps.append(metrics)
 
-        return timed(self.sides, self.steps, step)
+        laps: list[Mapping[str, float]] = []
+        row = timed(self.sides, self.steps, step)
+        self.laps += laps[WARM_UP:]
+        return row
 
     def generation(self) -> Row:
         session = self.session
