@@ -66,6 +66,21 @@ def test_screen_tells_what_happened_and_what_to_type_next(tmp_path: Path) -> Non
     assert f"tandem eval {tmp_path}" in text
 
 
+@pytest.mark.parametrize(
+    ("idle", "line"),
+    [
+        (0.034, "the trainer waited for rollouts 12%, the generator had nothing to do 3%"),
+        (None, "the trainer waited for rollouts 12%"),
+    ],
+)
+def test_screen_says_who_had_nothing_to_do(tmp_path: Path, idle: float | None, line: str) -> None:
+    text = rendered(
+        RunReport("run", tmp_path, steps=3, wall_s=2.0, trainer_wait=0.117, generator_idle=idle)
+    )
+    assert f"of their time {line} " in text
+    assert ("generator" in text) == (idle is not None)
+
+
 def test_screen_of_a_run_without_evaluation_says_only_what_is_known(tmp_path: Path) -> None:
     report = RunReport(
         title="sft", run_dir=tmp_path, steps=3, wall_s=2.0, model_dir=tmp_path / "model"
@@ -74,4 +89,5 @@ def test_screen_of_a_run_without_evaluation_says_only_what_is_known(tmp_path: Pa
     assert "tandem eval" not in text
     assert "3 steps in 2 s" in text
     assert "before" not in text
+    assert "waited" not in text
     assert f"tandem status {tmp_path}" in text

@@ -364,3 +364,16 @@ def test_reruns_need_a_random_access_source_and_a_fresh_engine(engines: Any) -> 
         second.prepare_batch([{}], WORKFLOW)
     with pytest.raises(RolloutError, match="fresh engine"):
         first.load_state_dict(second.state_dict())
+
+
+def test_the_queue_is_filled_again_when_a_batch_was_ready_at_once(engines: Any) -> None:
+    """Else the generator has nothing to start when the next version frees places."""
+    engine = engines(batch_size=2, max_staleness=1)
+    source = Prompts()
+    assert ids_of(engine.prepare_batch(source, WORKFLOW)) == [0, 1]
+    publish(engine)
+    wait_until(engine, lambda: count(engine, "ready") == 4)
+    assert ids_of(engine.prepare_batch(source, WORKFLOW)) == [2, 3]
+    publish(engine)
+    wait_until(engine, lambda: count(engine, "ready") == 4)
+    assert ids_of(engine.prepare_batch(source, WORKFLOW)) == [4, 5]

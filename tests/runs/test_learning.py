@@ -55,6 +55,20 @@ def test_summary_says_how_the_run_ended(learnt):
     assert summary["model_dir"] == str(bed.run_dir() / "model")
 
 
+def test_run_says_what_share_of_its_time_either_side_had_nothing_to_do(learnt):
+    bed, _, summary = learnt
+    rows = [row for row in metrics(bed.run_dir()) if row["step"] > 0]
+    waited = [row["timing_s/rollout"] / row["timing_s/step"] for row in rows]
+    assert [row["perf/trainer_wait_share"] for row in rows] == pytest.approx(waited)
+    assert 0 < summary["trainer_wait_share"] < 1
+    assert summary["trainer_wait_share"] == pytest.approx(
+        sum(row["timing_s/rollout"] for row in rows) / sum(row["timing_s/step"] for row in rows)
+    )
+    idle = [row["perf/generator_idle_share"] for row in rows]
+    assert all(0 <= share < 1 for share in idle)
+    assert min(idle) <= summary["generator_idle_share"] <= max(idle)
+
+
 def test_exported_model_gives_the_same_greedy_tokens_in_plain_transformers(learnt):
     _, config, summary = learnt
     path = summary["model_dir"]

@@ -29,7 +29,8 @@ LARGE = ("steps=20", "rollout.batch_size=8", "rollout.group_size=8", "checkpoint
 def trained(bed: Bed, name: str = "run") -> list[dict[str, float]]:
     """Metrics of the training steps without what differs between any two runs: times, and what is
     counted since the start of the process."""
-    timed = ("timing_s/", "perf/tokens_per_s", "staleness/length_bias")
+    timed = ("timing_s/", "perf/tokens_per_s", "perf/trainer_wait", "perf/generator_idle")
+    timed += ("staleness/length_bias",)
     return [
         {key: value for key, value in row.items() if not key.startswith(timed) and key != "time"}
         for row in metrics(bed.run_dir(name))

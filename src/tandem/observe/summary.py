@@ -57,6 +57,10 @@ class RunReport:
     after: float | None = None
     metric: str = "accuracy"
     num_problems: int | None = None
+    trainer_wait: float | None = None
+    """Share of the steps' time that the trainer waited for rollouts."""
+    generator_idle: float | None = None
+    """Share of it in which the generator had nothing to do."""
     rewards: Sequence[float | None] = ()
     curve: str = "mean reward"
     samples_before: Sequence[Sample] = ()
@@ -84,6 +88,10 @@ def final_screen(report: RunReport, console: Console | None = None) -> None:
 
 def _headline(report: RunReport) -> Text:
     text = Text(f"{report.steps} steps in {report.wall_s:.0f} s")
+    if report.trainer_wait is not None:
+        text.append(f"\nof their time the trainer waited for rollouts {report.trainer_wait:.0%}")
+        if report.generator_idle is not None:
+            text.append(f", the generator had nothing to do {report.generator_idle:.0%}")
     if report.after is None:
         return text
     of = f" of {report.num_problems} held-out problems" if report.num_problems else ""

@@ -148,6 +148,11 @@ class ComposedInferenceEngine(InferenceEngine):
     def take_metrics(self) -> dict[str, float]:
         return self.executor.take_metrics()
 
+    def busy_s(self) -> float | None:
+        """How long the generator has had something to do since its start; None: it does not say."""
+        busy: float | None = self.backend.stats().get("busy_s")
+        return busy
+
     def describe(self) -> str:
         lines = [f"{name}: {value}" for name, value in self.backend.stats().items()]
         return "\n".join([self.executor.describe(), *lines])

@@ -158,7 +158,7 @@ class RolloutExecutor:
                 if (batch := self._collect(size, hold=hold)) is not None:
                     if budget is not None:
                         budget.handed_over(self._now())
-                    return batch
+                    break
                 held_until = deadline
                 if budget is not None and self.ledger.count(EpisodeState.READY) >= size:
                     held_until = min(deadline, budget.hold(self._now()))
@@ -168,6 +168,12 @@ class RolloutExecutor:
                     self._sleep_until(deadline, size, f"prepare_batch of {size}", held_until)
                     continue
             is_exhausted = self._fill(source, workflow, wanted) < wanted
+        if self._config.max_staleness > 0 and not is_exhausted:
+            # Also when the batch was ready at once: else the generator runs dry meanwhile.
+            with self._lock:
+                wanted = self._wanted()
+            self._fill(source, workflow, wanted)
+        return batch
 
     def _require_weights(self) -> None:
         if self._version() < self._resumed_version:

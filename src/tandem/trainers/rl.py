@@ -18,7 +18,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -50,12 +50,14 @@ from tandem.rollout import (
 from tandem.rollout.group import GroupWorkflow
 from tandem.store import STORE_FILE, SqliteStore, StoreWriter
 from tandem.train import EngineRegistry
+from tandem.trainers.bubble import Bubble
 from tandem.trainers.evaluate import Evaluation, HeldOut
 from tandem.trainers.frozen import check_scores, check_vocabulary
 from tandem.trainers.publish import publish_weights, release_weights
 from tandem.trainers.ranks import on_all_ranks
 from tandem.trainers.rl_batch import build_objective
 from tandem.trainers.rl_learner import Learner, open_learner
+from tandem.trainers.rl_rewards import has_signal
 from tandem.trainers.run import Run, open_run, seed_generators
 from tandem.trainers.sft import run_stage
 from tandem.trainers.watch import Watch
@@ -219,55 +221,74 @@ class RLSession:
     def __post_init__(self) -> None:
         self.config = self.task.config
         self.state = RLState()
+        self.bubble = Bubble()
+        self._busy_s: float | None = None
+        """The generator's at the end of a step that the next one follows at once."""
         self.last_evaluation: Evaluation | None = None
 
     # --- the loop -----------------------------------------------------------------------------
 
     def train(self) -> None:
-        self._publish(self.learner.policy.get_version())
+        self.publish(self.learner.policy.get_version())
         if self.state.step == 0 and self.run.checkpoint is None:
             self._evaluate()
             self._save()
         while self.state.step < self.config.steps:
-            started = time.monotonic()
-            metrics = self._step()
-            self.state.step += 1
-            self.state.train_s += time.monotonic() - started
+            metrics = self.step()
             is_last = self.state.step == self.config.steps
             if is_last:
                 self.rollout.pause()
             if is_last or self._is_due(self.config.eval.every):
                 metrics |= self._evaluate()
-            self._record(metrics)
+            self.record(metrics)
             stopping = self.run.stop.requested is not None
             if stopping or is_last or self._is_due(self.config.checkpoint.every):
                 self._save()
             self.run.raise_if_stopped()
 
-    def _step(self) -> dict[str, float]:
+    def step(self) -> dict[str, float]:
         """One training batch: roll out, prepare, optimise, publish exactly one new version."""
+        # To ask a busy generator takes milliseconds: once a step.
+        before_s = self._busy_s if self._busy_s is not None else self.rollout.busy_s()
         clock = _Clock()
+        batch = self.next_batch()
+        clock.lap("rollout")
+        staleness = self.rollout.take_metrics()
+        metrics = self.train_on(batch, clock.lap) | staleness
+        total = clock.total()
+        self._busy_s, busy_s = self.rollout.busy_s(), None
+        if before_s is not None and self._busy_s is not None:
+            busy_s = self._busy_s - before_s
+        metrics |= {f"timing_s/{name}": value for name, value in clock.laps.items()}
+        metrics["timing_s/step"] = total
+        metrics["perf/tokens_per_s"] = metrics["perf/num_tokens"] / total
+        metrics |= self.bubble.add(step_s=total, wait_s=clock.laps["rollout"], busy_s=busy_s)
+        self.state.step += 1
+        self.state.train_s += total
+        return metrics
+
+    def next_batch(self) -> TensorDict:
+        """The rows of the next step's episodes, when they are ready."""
         accept = None
         if self.config.rollout.drop_zero_variance:
             accept = partial(has_signal, advantage=self.config.algorithm.advantage)
         self.watch.phase("rollout", step=self.state.step + 1)
-        batch = self.rollout.prepare_batch(self.task.prompts, self.task.workflow, accept)
-        clock.lap("rollout")
-        staleness = self.rollout.take_metrics()
-        self.watch.phase("training")
-        trained = self.learner.learn(batch, lap=clock.lap, beat=self.watch.beat)
-        version = self.learner.policy.get_version() + 1
-        manifest = self._publish(version)
-        clock.lap("publish")
-        self.writer.log("trained", version, {"metrics": trained, "weights": manifest.digest()})
-        total = clock.total()
-        metrics = trained | staleness
-        metrics |= {f"timing_s/{name}": value for name, value in clock.laps.items()}
-        metrics["timing_s/step"] = total
-        metrics["perf/tokens_per_s"] = metrics["perf/num_tokens"] / total
-        return metrics
+        return self.rollout.prepare_batch(self.task.prompts, self.task.workflow, accept)
 
-    def _publish(self, version: int) -> Manifest:
+    def train_on(
+        self, batch: TensorDict, lap: Callable[[str], None] = lambda name: None
+    ) -> dict[str, float]:
+        """Learn from a batch, publish the new version, record both; ``lap`` ends each part."""
+        self.watch.phase("training")
+        trained = self.learner.learn(batch, lap=lap, beat=self.watch.beat)
+        version = self.learner.policy.get_version() + 1
+        manifest = self.publish(version)
+        lap("publish")
+        self.writer.log("trained", version, {"metrics": trained, "weights": manifest.digest()})
+        return trained
+
+    def publish(self, version: int) -> Manifest:
+        """Let the generator serve the policy's weights as ``version``."""
         self.watch.phase("publishing weights")
         return publish_weights(
             self.learner.policy,
@@ -283,7 +304,8 @@ class RLSession:
 
     # --- what surrounds a step ------------------------------------------------------------------
 
-    def _record(self, metrics: dict[str, float]) -> None:
+    def record(self, metrics: dict[str, float]) -> None:
+        """Write a step's metrics, after a look at what must not be."""
         state = self.state
         state.max_staleness_seen = max(
             state.max_staleness_seen, int(metrics.get("staleness/max", 0))
@@ -307,6 +329,7 @@ class RLSession:
         if self.task.held_out is None:
             return {}
         self.watch.phase("evaluation")
+        self._busy_s = None
         result = self.task.held_out.evaluate(self.rollout)
         self.last_evaluation = result
         self.state.accuracies[str(self.state.step)] = result.accuracy
@@ -318,6 +341,7 @@ class RLSession:
     def _save(self) -> None:
         config = self.config.checkpoint
         self.watch.phase("checkpoint")
+        self._busy_s = None
         with staging(
             self.run.dir,
             self.state.step,
@@ -328,6 +352,7 @@ class RLSession:
             self.learner.save(target.path, self.state.step)
             target.manifest_extra["wall_s"] = self.run.elapsed_s()
             target.manifest_extra["loop"] = dataclasses.asdict(self.state)
+            target.manifest_extra["bubble"] = dataclasses.asdict(self.bubble)
             target.manifest_extra["data"] = self.task.prompts.state_dict()
             target.manifest_extra["rollout"] = self.rollout.state_dict()
         self._retain()
@@ -352,6 +377,7 @@ class RLSession:
         self.task.prompts.load_state_dict(checkpoint.extra["data"])
         self.learner.load(checkpoint.path)
         self.state = RLState(**checkpoint.extra["loop"])
+        self.bubble = Bubble(**checkpoint.extra.get("bubble", {}))
         self.rollout.load_state_dict(checkpoint.extra["rollout"])
         log.info("resumed from step %d", self.state.step)
 
@@ -374,6 +400,8 @@ class RLSession:
             "seed": config.run.seed,
             "max_staleness_seen": state.max_staleness_seen,
             "mismatch_max": state.mismatch_max,
+            "trainer_wait_share": self.bubble.trainer_wait_share,
+            "generator_idle_share": self.bubble.generator_idle_share,
             "model_dir": str(model_dir) if model_dir else None,
         }
         self.run.wait_for_checkpoint()
@@ -393,6 +421,8 @@ class RLSession:
             before=summary["accuracy_before"],
             after=summary["accuracy_after"],
             num_problems=len(self.task.held_out.prompts) if self.task.held_out else None,
+            trainer_wait=summary["trainer_wait_share"],
+            generator_idle=summary["generator_idle_share"],
             rewards=self.state.rewards,
             samples_before=[Sample(**sample) for sample in self.state.samples_before],
             samples_after=self.last_evaluation.samples if self.last_evaluation else (),
@@ -414,24 +444,6 @@ class _Clock:
 
     def total(self) -> float:
         return sum(self.laps.values())
-
-
-def has_signal(rows: TensorDict, advantage: str) -> bool:
-    """Whether the rewards of a group differ: else it has no gradient (DAPO, arXiv 2503.14476).
-
-    ReMax compares with the greedy completion, GDPO each part of the rewards by itself.
-    """
-    rewards_B = rows["rewards"]
-    is_scored_B = ~rewards_B.isnan()
-    if not bool(is_scored_B.any()):
-        return False
-    if advantage == "remax" and "greedy_rewards" in rows:
-        return bool((rewards_B != rows["greedy_rewards"])[is_scored_B].any())
-    if advantage == "gdpo" and "reward_parts" in rows:
-        parts_BK = rows["reward_parts"][is_scored_B]
-        return bool((parts_BK.amax(dim=0) > parts_BK.amin(dim=0)).any())
-    scored = rewards_B[is_scored_B]
-    return bool(scored.max() > scored.min())
 
 
 def _context(config: RLConfig, model_path: str) -> int:

@@ -144,3 +144,21 @@ def penalise_divergence(batch: TensorDict, coef: float, estimator: str) -> tuple
     trained_B = mask_BT.any(dim=1)
     mean = float(kl_B[trained_B].mean()) if bool(trained_B.any()) else 0.0
     return mean, {"reward/kl_penalty": coef * mean, "actor/ref_kl": mean}
+
+
+def has_signal(rows: TensorDict, advantage: str) -> bool:
+    """Whether the rewards of a group differ: else it has no gradient (DAPO, arXiv 2503.14476).
+
+    ReMax compares with the greedy completion, GDPO each part of the rewards by itself.
+    """
+    rewards_B = rows["rewards"]
+    is_scored_B = ~rewards_B.isnan()
+    if not bool(is_scored_B.any()):
+        return False
+    if advantage == "remax" and "greedy_rewards" in rows:
+        return bool((rewards_B != rows["greedy_rewards"])[is_scored_B].any())
+    if advantage == "gdpo" and "reward_parts" in rows:
+        parts_BK = rows["reward_parts"][is_scored_B]
+        return bool((parts_BK.amax(dim=0) > parts_BK.amin(dim=0)).any())
+    scored = rewards_B[is_scored_B]
+    return bool(scored.max() > scored.min())

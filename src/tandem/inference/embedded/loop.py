@@ -6,6 +6,7 @@ Futures of requests and the way to other processes belong to the backends.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,7 +27,14 @@ Die = Callable[[Exception], None]
 class CoreLoop:
     """Thread-safe access to a core. ``deliver`` and ``die`` are called from the loop's thread."""
 
-    def __init__(self, core: EmbeddedCore, *, deliver: Deliver, die: Die) -> None:
+    def __init__(
+        self,
+        core: EmbeddedCore,
+        *,
+        deliver: Deliver,
+        die: Die,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._core = core
         self._deliver = deliver
         self._die = die
@@ -36,6 +44,9 @@ class CoreLoop:
         self._calls: deque[_Call[Any]] = deque()
         self._failure: Exception | None = None
         self._is_closing = False
+        self._clock = clock
+        self._busy_s = 0.0
+        self._busy_since: float | None = None
         self._thread = threading.Thread(target=self.run, name="tandem-generate", daemon=True)
 
     def start(self) -> None:
@@ -86,6 +97,7 @@ class CoreLoop:
             "prefill_tokens": counters.prefill_tokens,
             "shared_tokens": core.shared_tokens,
             "steps": counters.steps,
+            "busy_s": self._busy_so_far(),
             "stale_kv_tokens": counters.stale_kv_tokens,
             "cache_bytes": core.cache_bytes,
             "weight_bytes": core.weights.size_bytes,
@@ -96,6 +108,12 @@ class CoreLoop:
             "threads": torch.get_num_threads(),
             "rss_bytes": rss_bytes(),
         }
+
+    def _busy_so_far(self) -> float:
+        """How long the loop had something to do; of that, too, which it does now."""
+        with self._changed:
+            since = self._busy_since
+            return self._busy_s + (0.0 if since is None else self._clock() - since)
 
     def _refuse_if_ended(self) -> None:
         if self._failure is not None:
@@ -121,15 +139,23 @@ class CoreLoop:
     def _wait(self) -> bool:
         """Block while there is nothing to do; whether to go on."""
         with self._changed:
-            while not (
-                self._is_closing
-                or self._requests
-                or self._aborts
-                or self._calls
-                or self._core.has_work
-            ):
-                self._changed.wait()
+            if not self._has_work():
+                self._note_busy(False)
+                while not self._has_work():
+                    self._changed.wait()
+            self._note_busy(True)
             return not self._is_closing
+
+    def _has_work(self) -> bool:
+        return bool(
+            self._is_closing or self._requests or self._aborts or self._calls or self._core.has_work
+        )
+
+    def _note_busy(self, is_busy: bool) -> None:
+        now = self._clock()
+        if self._busy_since is not None:
+            self._busy_s += now - self._busy_since
+        self._busy_since = now if is_busy else None
 
     def _at_border(self) -> None:
         """Take in what was asked since the last border: requests first, so that a call (a pause,
