@@ -153,27 +153,23 @@ class RolloutExecutor:
         is_exhausted = False
         while True:
             with self._lock:
+                wanted = 0 if is_exhausted else self._wanted()
+            # First, also when a batch is ready: else the generator runs dry while it is trained on.
+            is_exhausted = is_exhausted or self._fill(source, workflow, wanted) < wanted
+            with self._lock:
                 hold = budget is None and self._config.stale_policy == "wait"
                 hold = hold or (budget is not None and budget.may_hold(self._now()))
                 if (batch := self._collect(size, hold=hold)) is not None:
                     if budget is not None:
                         budget.handed_over(self._now())
-                    break
+                    return batch
                 held_until = deadline
                 if budget is not None and self.ledger.count(EpisodeState.READY) >= size:
                     held_until = min(deadline, budget.hold(self._now()))
-                wanted = 0 if is_exhausted else self._wanted()
-                if wanted == 0:
-                    self._require_reachable(size, more_to_come=not is_exhausted)
-                    self._sleep_until(deadline, size, f"prepare_batch of {size}", held_until)
+                if not is_exhausted and self._wanted() > 0:
                     continue
-            is_exhausted = self._fill(source, workflow, wanted) < wanted
-        if self._config.max_staleness > 0 and not is_exhausted:
-            # Also when the batch was ready at once: else the generator runs dry meanwhile.
-            with self._lock:
-                wanted = self._wanted()
-            self._fill(source, workflow, wanted)
-        return batch
+                self._require_reachable(size, more_to_come=not is_exhausted)
+                self._sleep_until(deadline, size, f"prepare_batch of {size}", held_until)
 
     def _require_weights(self) -> None:
         if self._version() < self._resumed_version:
