@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 
 @dataclass
 class Findings:
@@ -97,10 +99,15 @@ def audit_finished(run_dir: Path, batch_size: int, *, num_steps: int) -> Finding
             findings.faults.append(
                 f"step {step}: the store has {sorted(episodes)}, trained were {trained.get(step)}"
             )
-    is_pruned = min(stored, default=1) > 1
-    if not is_pruned:
+    if not _is_pruned(run_dir):
         findings.lost += _lost(rows, manifest, set(times))
     return findings
+
+
+def _is_pruned(run_dir: Path) -> bool:
+    """Whether old attempts may have been removed, the reasons of failed ones among them."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    return config["store"]["keep_steps"] is not None
 
 
 def _lost(rows: list[dict[str, Any]], manifest: dict[str, Any], trained: set[int]) -> list[int]:

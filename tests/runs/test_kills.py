@@ -52,6 +52,7 @@ def finished_run(run_dir: Path, *, open_ids: tuple[int, ...] = (4,), position: i
         store.write([Moved(keys, S.IN_TRAINING, version=step - 1, step=step)])
         store.write([Moved(keys, S.CONSUMED, version=step, step=step)])
     store.close()
+    (run_dir / "config.yaml").write_text("store:\n  keep_steps: null\n")
     rollout = {"open_episodes": [[i, 0] for i in open_ids], "feed": {"epoch": 0}}
     rollout["feed"]["position"] = position  # type: ignore[call-overload]
     manifest = run_dir / "checkpoints" / "step_2" / "manifest.json"
@@ -74,6 +75,12 @@ def test_the_reader_finds_nothing_in_a_sound_run(tmp_path: Path) -> None:
 def test_the_reader_finds_a_prompt_that_nobody_knows(tmp_path: Path) -> None:
     findings = audit_finished(finished_run(tmp_path, position=7), 2, num_steps=2)
     assert findings.lost == [5, 6]
+
+
+def test_the_reader_misses_no_prompt_whose_end_retention_may_have_removed(tmp_path: Path) -> None:
+    run_dir = finished_run(tmp_path, position=7)
+    (run_dir / "config.yaml").write_text("store:\n  keep_steps: 3\n")
+    assert audit_finished(run_dir, 2, num_steps=2).are_clean
 
 
 def test_the_reader_finds_an_open_episode_that_was_trained(tmp_path: Path) -> None:
