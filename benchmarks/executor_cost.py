@@ -6,6 +6,9 @@ one thread; the minimum of several rounds.
 
     python benchmarks/executor_cost.py --in-flight 10 100 1000 10000
     python benchmarks/executor_cost.py --in-flight 10 --batch 10 128
+    python benchmarks/executor_cost.py --peer areal=AREAL/bin/python verl=VERL/bin/python
+
+A peer has no store, so its figures stand beside ``executor_us``; see ``peers/NAME_executor.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from peer import Peer
 from tensordict import TensorDict
 
 from tandem.config.schema import RolloutConfig
@@ -164,6 +168,7 @@ def measure(arguments: argparse.Namespace, in_flight: int, batch: int, folder: P
         rounds.append((bare, memory, stored))
     bare, memory, stored = (min(column) for column in zip(*rounds, strict=True))
     result = {
+        "engine": "tandem",
         "in_flight": in_flight,
         "batch": batch,
         "bare_us": round(bare, 1),
@@ -171,6 +176,18 @@ def measure(arguments: argparse.Namespace, in_flight: int, batch: int, folder: P
         "executor_and_store_us": round(stored - bare, 1),
     }
     print(json.dumps(result), flush=True)
+
+
+def measure_peer(peer: Peer, arguments: argparse.Namespace, in_flight: int) -> None:
+    found = peer.run(
+        [
+            f"--in-flight={in_flight}",
+            f"--episodes={arguments.episodes}",
+            f"--rounds={arguments.rounds}",
+        ],
+        threads=1,
+    )
+    print(json.dumps({"engine": peer.name, **found}), flush=True)
 
 
 def main() -> None:
@@ -181,7 +198,15 @@ def main() -> None:
     )
     parser.add_argument("--episodes", type=int, default=10_000)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--peer",
+        nargs="*",
+        default=[],
+        metavar="NAME=PYTHON",
+        help="run beside ours wherever a batch is as large as what is in flight",
+    )
     arguments = parser.parse_args()
+    peers = [Peer.find(item, "executor") for item in arguments.peer]
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # as `tandem rl` does
@@ -189,6 +214,9 @@ def main() -> None:
     bare_us(1000, 1000)
     for in_flight, batch in product(arguments.in_flight, arguments.batch):
         measure(arguments, in_flight, batch or in_flight, folder / f"{in_flight}-{batch}")
+        if batch in (0, in_flight):
+            for peer in peers:
+                measure_peer(peer, arguments, in_flight)
     shutil.rmtree(folder)
 
 

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from hand_loop import LR, MAX_NORM, HandLoop
 from machine import parser, report
+from peer import Peer
 from random_models import SIZES, model_config, save_model, training_flops
 from tensordict import TensorDict
 from timing import Pair, ratio, summary, take_turns, timed
@@ -48,7 +49,6 @@ from tandem.errors import ConfigError
 from tandem.train import EngineRegistry, TrainEngine
 
 PARTS = ("step", "mfu", "packing", "ranks", "scaling", "loop", "peers")
-PEERS = Path(__file__).parent / "peers"
 MEAN_LENGTH, SIGMA = 200, 1.0
 
 
@@ -320,11 +320,7 @@ def measure_peers(model_path: str, options: Any) -> dict[str, Any] | str:
     """A peer's step beside the loop written by hand, both in the peer's own environment."""
     figures: dict[str, Any] = {}
     for item in options.peer:
-        name, _, python = item.partition("=")
-        script = PEERS / f"{name}_step.py"
-        if not python or not script.is_file():
-            known = sorted(path.stem.removesuffix("_step") for path in PEERS.glob("*_step.py"))
-            raise SystemExit(f"--peer {item}: expected NAME=PYTHON with a NAME of {known}")
+        peer = Peer.find(item, "step")
         spec = {
             "model_path": model_path,
             "lengths": equal_lengths(options.tokens, options.length),
@@ -334,21 +330,10 @@ def measure_peers(model_path: str, options: Any) -> dict[str, Any] | str:
             "threads": options.threads,
             "bfloat16": options.bfloat16,
         }
-        folder = Path(__file__).parent
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(map(str, (folder, folder.parent)))
-        }
-        done = subprocess.run(
-            [python, str(script), json.dumps(spec)],
-            env=environment | {"OMP_NUM_THREADS": str(options.threads)},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = peer.run([json.dumps(spec)], threads=options.threads)
         times = {side: [tuple(pair) for pair in pairs] for side, pairs in found["times"].items()}
         hand = times.pop("hand")
-        figures[name] = {
+        figures[peer.name] = {
             "version": found["version"],
             "hand": summary(hand),
             **{
