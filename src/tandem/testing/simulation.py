@@ -233,7 +233,10 @@ class Simulation:
             self.incarnation,
             later=lambda write: events.call_later(scenario.token_s, write),
         )
-        options = ScriptedOptions(latency_s=self._latency_s, clock=self.runtime)
+        # The deadline of an update is of real time, which says nothing here.
+        options = ScriptedOptions(
+            latency_s=self._latency_s, update_timeout_s=1e6, clock=self.runtime
+        )
         self.engine = ScriptedInferenceEngine(
             scenario.rollout,
             self._script,
