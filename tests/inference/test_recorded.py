@@ -178,3 +178,12 @@ def test_other_bits_than_those_of_the_plain_pass_are_refused(
     assert "does not give the bits" in str(recorder.refusal)
     assert "does not give the bits" in caplog.text
     assert float(outs[-1][0]) == 11.0 + calls[0]
+
+
+def test_a_recording_that_fails_at_other_sizes_is_refused() -> None:
+    """As of a model that reads a size in a way which the tracer does not see."""
+    recorder, outs = decode(lambda given: given.view(given.untyped_storage().nbytes() // 4) * 2, [])
+    assert recorder.num_recorded == 0
+    assert "fails at other sizes" in str(recorder.refusal)
+    assert [len(out) for out in outs] == [1 + step % 3 for step in range(12)]
+    assert float(outs[-1][0]) == 22.0

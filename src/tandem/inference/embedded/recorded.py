@@ -71,7 +71,7 @@ class RecordedDecode:
         arguments = [*inputs, *self._weights()]
         try:
             if recording is None:
-                recording = self._recordings[kind] = _Recording(plain, arguments)
+                recording = self._recordings[kind] = _record(plain, arguments)
             if recording.knows(shape):
                 return recording(arguments)
             return self._checked(recording, arguments, plain)
@@ -85,7 +85,11 @@ class RecordedDecode:
     def _checked(recording: _Recording, arguments: Sequence[Tensor], plain: Pass) -> Tensor:
         """Running a pass again is harmless: it writes the same keys and values."""
         expected = plain()
-        if not torch.equal(recording(arguments), expected):
+        try:
+            is_equal = torch.equal(recording(arguments), expected)
+        except RuntimeError as error:
+            raise _NotRecordable(f"the recorded pass fails at other sizes: {error}") from error
+        if not is_equal:
             raise _NotRecordable("the recorded pass does not give the bits of the plain one")
         return expected
 
@@ -97,8 +101,7 @@ class _NotRecordable(Exception):
 class _Recording:
     """One recorded pass, to be called with current arguments in the order of the first ones."""
 
-    def __init__(self, plain: Pass, arguments: Sequence[Tensor]) -> None:
-        graph = _cleaned(_trace(plain, arguments))
+    def __init__(self, graph: Any) -> None:
         self._used = _drop_unused(graph)
         _refuse_what_depends_on_values(graph)
         self._function = torch._C._create_function_from_graph("decode", graph)
@@ -117,17 +120,22 @@ class _Recording:
         return out
 
 
-def _trace(plain: Pass, arguments: Sequence[Tensor]) -> Any:
-    """The graph of ``plain``, in which tensors among ``arguments`` are recognised by identity."""
+def _record(plain: Pass, arguments: Sequence[Tensor]) -> _Recording:
+    """``plain``, with whatever torch does not do for it as ``_NotRecordable``."""
     try:
-        with _Unread():
-            graph, _ = torch._C._create_graph_by_tracing(
-                lambda *_: plain(), tuple(arguments), lambda _: "", True, False, None, []
-            )
+        return _Recording(_cleaned(_trace(plain, arguments)))
     except _NotRecordable:
         raise
     except Exception as error:
         raise _NotRecordable(f"torch's tracer: {error}") from error
+
+
+def _trace(plain: Pass, arguments: Sequence[Tensor]) -> Any:
+    """The graph of ``plain``, in which tensors among ``arguments`` are recognised by identity."""
+    with _Unread():
+        graph, _ = torch._C._create_graph_by_tracing(
+            lambda *_: plain(), tuple(arguments), lambda _: "", True, False, None, []
+        )
     return graph
 
 
@@ -185,11 +193,11 @@ def _skip_conversions_to_same(graph: Any) -> None:
 def _drop_unused(graph: Any) -> list[int]:
     """Remove arguments that nothing reads; the indices of those that stay."""
     inputs = list(graph.inputs())
-    used = [index for index, value in enumerate(inputs) if value.uses()]
+    used = [bool(value.uses()) for value in inputs]
     for index in reversed(range(len(inputs))):
-        if index not in used:
+        if not used[index]:
             graph.eraseInput(index)
-    return used
+    return [index for index, is_used in enumerate(used) if is_used]
 
 
 def _refuse_what_depends_on_values(graph: Any) -> None:
