@@ -6,6 +6,7 @@ one thread; the minimum of several rounds.
 
     python benchmarks/executor_cost.py --in-flight 10 100 1000 10000
     python benchmarks/executor_cost.py --in-flight 10 --batch 10 128
+    python benchmarks/executor_cost.py --memory
     python benchmarks/executor_cost.py --peer areal=AREAL/bin/python verl=VERL/bin/python
 
 A peer has no store, so its figures stand beside ``executor_us``; see ``peers/NAME_executor.py``.
@@ -33,6 +34,7 @@ from peer import Peer
 from tensordict import TensorDict
 
 from tandem.config.schema import RolloutConfig
+from tandem.inference.memory import rss_bytes
 from tandem.rollout import RolloutWorkflow, ScriptedInferenceEngine
 from tandem.rollout.rewards import reward_function
 from tandem.rollout.scoring import Reward
@@ -78,6 +80,18 @@ class Trivial(RolloutWorkflow):
         return TensorDict(
             {**self.rows, "versions": versions, "rewards": rewards}, batch_size=[GROUP]
         )
+
+
+class Held(Trivial):
+    """Goes on when ``gate`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+
+    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> TensorDict:
+        await self.gate.wait()
+        return await super().arun_episode(engine, data)
 
 
 class Prompts:
@@ -157,6 +171,22 @@ def executor_us(
     return taken / (steps * batch) * 1e6
 
 
+def memory_kib(count: int) -> float:
+    """Resident memory of an episode that runs, beyond a tenth as many; once a process."""
+    config = RolloutConfig(batch_size=count, group_size=GROUP, max_concurrent=count)
+    engine = ScriptedInferenceEngine(config)
+    engine.initialize()
+    workflow, source, used = Held(), Prompts(), []
+    for first, last in ((0, count // 10), (count // 10, count)):
+        for position in range(first, last):
+            engine.submit(source.prompt(0, position), workflow)
+        while engine.executor.snapshot().num_running < last:
+            engine.executor.loop.flush(60.0)
+        used.append(rss_bytes())
+    engine.destroy()
+    return (used[1] - used[0]) / (count - count // 10) / 1024
+
+
 def measure(arguments: argparse.Namespace, in_flight: int, batch: int, folder: Path) -> None:
     """Print the least of several rounds; bare and executor alternate."""
     count, rounds = arguments.episodes, []
@@ -205,7 +235,11 @@ def main() -> None:
         metavar="NAME=PYTHON",
         help="run beside ours wherever a batch is as large as what is in flight",
     )
+    parser.add_argument("--memory", action="store_true", help="KiB of an episode, nothing else")
     arguments = parser.parse_args()
+    if arguments.memory:
+        print(json.dumps({"in_flight": 10_000, "kib_each": round(memory_kib(10_000), 1)}))
+        return
     peers = [Peer.find(item, "executor") for item in arguments.peer]
     torch.set_num_threads(1)
     gc.collect()

@@ -75,27 +75,64 @@ def number(position: int, **data: Any) -> Prompt:
 # --- writing --------------------------------------------------------------------------------------
 
 
+class HeldStore(MemoryStore):
+    """Keeps no episode before ``gate`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def write(self, changes: Sequence[Change]) -> None:
+        if any(isinstance(change, StoredEpisode) for change in changes):
+            self.entered.set()
+            assert self.gate.wait(TIMEOUT_S)
+        super().write(changes)
+
+
 def test_an_episode_is_ready_only_when_its_rows_are_kept(kept: Make) -> None:
-    gate, entered = threading.Event(), threading.Event()
-
-    class Held(MemoryStore):
-        def write(self, changes: Sequence[Change]) -> None:
-            if any(isinstance(change, StoredEpisode) for change in changes):
-                entered.set()
-                assert gate.wait(TIMEOUT_S)
-            super().write(changes)
-
-    store = Held()
+    store = HeldStore()
     engine = kept(store)
     engine.submit(number(0), WORKFLOW)
-    assert entered.wait(TIMEOUT_S)
+    assert store.entered.wait(TIMEOUT_S)
     assert count(engine, "ready") == 0
     assert count(engine, "running") == 1
-    gate.set()
+    assert "1 that the store has yet to keep" in engine.executor.describe()
+    store.gate.set()
     batch = engine.wait(1)
     assert ids(batch) == [0]
     flush(engine)
     assert states(store) == {(0, 0): "in_training"}
+
+
+def test_another_episode_runs_while_the_rows_of_one_are_being_kept(kept: Make) -> None:
+    store = HeldStore()
+    engine = kept(store, max_concurrent=1, max_staleness=0, batch_size=3)
+    for position in range(4):
+        engine.submit(number(position), WORKFLOW)
+    wait_until(engine, lambda: engine.executor.ledger.num_unkept == 3)
+    assert count(engine, "ready") == 0
+    assert count(engine, "queued") == 1  # the staleness rule counts what is not kept yet
+    assert engine.executor.ledger.capacity() == 0
+    store.gate.set()
+    assert ids(engine.wait(3)) == [0, 1, 2]
+
+
+def test_rows_that_a_caller_waits_for_are_kept_at_once(
+    kept: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tandem.store.writer.GATHER_S", 10 * TIMEOUT_S)
+    engine = kept(MemoryStore(), batch_size=2)
+    engine.submit(number(0), WORKFLOW)
+    wait_until(engine, lambda: engine.executor.ledger.num_unkept == 1)  # nobody waits for it
+    assert ids(engine.wait(1, timeout=TIMEOUT_S)) == [0]
+    release = threading.Event()
+
+    def when_released(_: Any) -> None:
+        assert release.wait(TIMEOUT_S)
+
+    engine.submit(number(1, act=when_released), WORKFLOW)
+    threading.Timer(0.05, release.set).start()
+    assert ids(engine.wait(1, timeout=TIMEOUT_S)) == [1]  # it ends while the caller sleeps
 
 
 def test_every_end_of_an_episode_is_in_the_store_with_its_reason(kept: Make) -> None:

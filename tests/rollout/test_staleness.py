@@ -76,6 +76,43 @@ def test_rejected_and_failed_episodes_free_their_places() -> None:
     assert book.capacity() == 2
 
 
+def test_an_attempt_that_ended_frees_the_place_of_a_running_one() -> None:
+    book = ledger(max_concurrent=2, max_staleness=1)  # 8 places under the staleness rule
+    for key in range(2):
+        book.submit(key)
+        book.start(key, 0)
+    assert book.capacity() == 0
+    book.end(0)
+    assert (book.num_unkept, book.count(EpisodeState.RUNNING), book.capacity()) == (1, 2, 1)
+    book.finish(0, 0, 0)
+    assert (book.num_unkept, book.count(EpisodeState.RUNNING), book.capacity()) == (0, 1, 1)
+    book.end(1)
+    book.close(1, EpisodeState.SUPERSEDED)
+    assert (book.num_unkept, book.capacity()) == (0, 2)
+
+
+def test_an_attempt_ends_once_and_only_while_it_runs() -> None:
+    book = ledger()
+    book.submit(0)
+    with pytest.raises(RolloutError, match="episode 0 is queued; its attempt cannot end"):
+        book.end(0)
+    book.start(0, 0)
+    book.end(0)
+    with pytest.raises(RolloutError, match="episode 0 is running; its attempt cannot end"):
+        book.end(0)
+    with pytest.raises(RolloutError, match="episode 7 is not open"):
+        book.end(7)
+
+
+def test_places_under_the_staleness_rule_stay_taken_until_rows_are_kept() -> None:
+    book = ledger(max_concurrent=100, max_staleness=0, batch_size=4)
+    for key in range(4):
+        book.submit(key)
+        book.start(key, 0)
+        book.end(key)
+    assert (book.num_unkept, book.capacity()) == (4, 0)
+
+
 def test_a_version_that_consumed_less_than_a_batch_leaks_no_capacity() -> None:
     book = ledger()
     for key in range(4):

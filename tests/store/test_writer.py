@@ -52,6 +52,19 @@ def test_what_is_put_while_a_group_is_written_becomes_the_next_group() -> None:
     writer.close()
 
 
+def test_who_hurries_does_not_wait_for_a_group_to_gather(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.store.writer.GATHER_S", 1000.0)
+    writer = StoreWriter(MemoryStore(), "start")
+    written = threading.Event()
+    writer.on_written = lambda changes: written.set()
+    writer.hurry()  # for nothing, which must not hurry the next group
+    writer.put(stored(writer.next_key()))
+    assert not written.wait(0.05)
+    writer.hurry()
+    assert written.wait(10)
+    writer.close()
+
+
 def test_keys_go_on_after_those_of_the_store() -> None:
     store = MemoryStore()
     store.write([stored(41)])

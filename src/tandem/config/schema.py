@@ -208,7 +208,7 @@ class RolloutConfig(Section):
     batch_size: PositiveInt = Field(32, description="episodes (prompts) in one training batch")
     group_size: PositiveInt = Field(8, description="samples of one prompt")
     min_group_size: PositiveInt = 2
-    max_concurrent: PositiveInt = 64
+    max_concurrent: PositiveInt = Field(64, description="episodes that run at once")
     max_staleness: NonNegativeInt = 1
     stale_policy: Literal["drop", "mask", "wait", "pace"] = Field(
         "wait",

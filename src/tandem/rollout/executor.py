@@ -201,7 +201,7 @@ class RolloutExecutor:
         if count == 0:
             return 0
         items = self._feed.take(source, count)
-        with self._whole_batch_first(self._config.max_staleness == 0):
+        with self._whole_batch_first(self._config.max_staleness == 0), self._lock:
             for item, attempt in items:
                 self.submit(item, workflow, attempt=attempt)
         return len(items)
@@ -244,11 +244,12 @@ class RolloutExecutor:
             raise TimeoutError(f"{what} ran out of time\n{self.describe()}")
         with self._waits_for(what, deadline):
             self._num_asleep += 1
-            self._pipeline.awaited = count if self._num_asleep == 1 else 0
+            self._pipeline.await_ready(count if self._num_asleep == 1 else 0)
             try:
                 self._loop.enough.wait(max(0.0, min(remaining, at_most - self._now())))
             finally:
                 self._num_asleep -= 1
+                self._pipeline.await_ready(0 if self._num_asleep else None)
 
     @contextmanager
     def _waits_for(self, what: str, deadline: float) -> Iterator[None]:
@@ -352,6 +353,7 @@ class RolloutExecutor:
                 ),
                 num_running=len(running),
                 num_ended=self._loop.num_ended,
+                num_unkept=ledger.num_unkept,
                 waiting=waiting,
                 waits_until_s=None if deadline is None else deadline - now,
                 last_failure=self._pipeline.faults.last_reason,

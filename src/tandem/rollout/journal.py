@@ -70,6 +70,11 @@ class Journal:
         self._unwritten[stored.key] = run
         self._writer.put(stored)
 
+    def hurry(self) -> None:
+        """Somebody waits for what is ready, but not kept."""
+        if self._writer is not None:
+            self._writer.hurry()
+
     def closed(self, run: Run, state: EpisodeState, reason: str, version: int) -> None:
         """An attempt that is final without having been trained on."""
         if self._writer is None:
@@ -101,6 +106,10 @@ class Journal:
         assert self._writer is not None
         run.key = self._writer.next_key()
         facts, now = run.facts or NO_ROWS, self._now()
+        packed = None
+        if run.rows is not None:
+            packed = pack_rows(run.rows)
+            run.rows.arrays = {}  # nobody else wants them, and many may be ready at once
         started = now if run.started_at is None else run.started_at
         return StoredEpisode(
             key=run.key,
@@ -119,7 +128,7 @@ class Journal:
             ended_at=time.time(),
             queued_s=started - run.queued_at,
             running_s=now - started,
-            content=run.content(None if run.rows is None else pack_rows(run.rows)),
+            content=run.content(packed),
         )
 
     # --- after a resume ---------------------------------------------------------------------------

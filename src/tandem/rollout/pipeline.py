@@ -54,8 +54,7 @@ class Pipeline:
         self.queue: deque[Run] = deque()
         self.runs: dict[int, Run] = {}
         self.is_paused = False
-        self.awaited = 0
-        """How many ready episodes a caller sleeps for; fewer do not wake it."""
+        self._awaited: int | None = None
         self.next_free_id = FIRST_FREE_ID
         self._config = config
         self._loop = loop
@@ -175,8 +174,10 @@ class Pipeline:
         else:
             outcome = self._judge(run, self._filter)
             if outcome[0] is EpisodeState.READY:
+                self.ledger.end(run.episode_id)
                 self.journal.ready(run)
-                return outcome
+                if self._num_made() == self._awaited:
+                    self.journal.hurry()
         self.wake()
         return outcome
 
@@ -190,9 +191,8 @@ class Pipeline:
                     trained = run.facts.trained_oldest, run.facts.trained_newest
                     self.ledger.finish(run.episode_id, *trained)
             self._lock.notify_all()
-            if self.ledger.count(EpisodeState.READY) >= self.awaited:
+            if self.ledger.count(EpisodeState.READY) >= (self._awaited or 0):
                 self._loop.enough.notify_all()
-            self.wake()
 
     def _fail(self, run: Run, error: BaseException) -> Outcome:
         self.faults.failed(error)
@@ -228,6 +228,16 @@ class Pipeline:
                     self._judge(self.runs[episode_id], accept)
             self.wake()
         return before
+
+    def await_ready(self, count: int | None) -> None:
+        """A caller sleeps for ``count`` ready episodes, which fewer do not wake; None: nobody."""
+        self._awaited = count
+        if count is not None and self._num_made() >= count:
+            self.journal.hurry()
+
+    def _num_made(self) -> int:
+        """Ready episodes, and those that will be as soon as they are kept."""
+        return self.ledger.count(EpisodeState.READY) + self.ledger.num_unkept
 
     def collect(self, count: int, *, hold: bool) -> TensorDict | None:
         """Hand over ``count`` ready episodes if there are that many which may be trained on."""

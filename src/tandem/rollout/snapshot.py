@@ -24,7 +24,8 @@ class RolloutSnapshot:
     """``capacity`` episodes may start now; ``states`` counts all that were ever submitted.
 
     ``running`` has the oldest few of ``num_running``, evaluation included; ``num_ended`` have ended
-    so far. ``waiting`` says in what the caller waits, None: in nothing here.
+    so far, of which the store has yet to keep ``num_unkept``. ``waiting`` says in what the caller
+    waits, None: in nothing here.
     """
 
     version: int
@@ -41,6 +42,7 @@ class RolloutSnapshot:
     waiting: str | None
     waits_until_s: float | None
     last_failure: str
+    num_unkept: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,6 +61,8 @@ class RolloutSnapshot:
             f"({self.max_staleness} + 1) * {self.batch_size}",
             f"states: {states or 'no episodes'}",
         ]
+        if self.num_unkept:
+            lines.append(f"running, but over: {self.num_unkept} that the store has yet to keep")
         if self.waiting is not None:
             lines.append(f"the caller waits in {self.waiting}, for {self.waits_until_s:.0f} s more")
         if self.queued_for_s is not None:

@@ -75,10 +75,14 @@ def _none() -> dict[EpisodeState, int]:
 
 @dataclass(slots=True)
 class _Open:
-    """An episode that is not final. ``oldest``/``newest``: versions of its trained tokens."""
+    """An episode that is not final. ``oldest``/``newest``: versions of its trained tokens.
+
+    ``has_ended``: its attempt is over, and its rows are being kept before it is ready.
+    """
 
     state: EpisodeState
     started_at: int | None = None
+    has_ended: bool = False
     finished: int = 0
     oldest: int | None = None
     newest: int | None = None
@@ -114,6 +118,8 @@ class StalenessLedger:
         self.submitted = 0
         self.on_move: Callable[[int, EpisodeState | None, EpisodeState], None] | None = None
         """Told of every transition when it is done: id, the state before (None: new), the state."""
+        self.num_unkept = 0
+        """Running episodes whose attempt is over; ``max_concurrent`` does not count them."""
         self._counts = _none()
         self._open: dict[int, _Open] = {}
         self._finished = 0
@@ -149,7 +155,7 @@ class StalenessLedger:
     def capacity(self) -> int:
         """How many queued episodes may start now."""
         return capacity(
-            self.max_running,
+            max(1, self.max_running) + self.num_unkept,
             self.max_staleness,
             self.batch_size,
             self._counts[_S.RUNNING],
@@ -236,6 +242,16 @@ class StalenessLedger:
         """Take a place; ``version`` is the one that serves now."""
         self._move(episode_id, _S.RUNNING).started_at = version
 
+    def end(self, episode_id: int) -> None:
+        """The attempt of a running episode is over, and others may have its place; what it made is
+        not kept yet."""
+        entry = self._open.get(episode_id)
+        if entry is None or entry.state is not _S.RUNNING or entry.has_ended:
+            state = "not open" if entry is None else entry.state
+            raise RolloutError(f"episode {episode_id} is {state}; its attempt cannot end now")
+        entry.has_ended = True
+        self.num_unkept += 1
+
     def finish(self, episode_id: int, oldest: int | None, newest: int | None) -> None:
         """Running → ready; versions of its oldest and newest trained token, None without one."""
         entry = self._move(episode_id, _S.READY)
@@ -263,6 +279,8 @@ class StalenessLedger:
             state = "not open" if entry is None else entry.state
             raise RolloutError(f"episode {episode_id} is {state}; it cannot become {to}")
         before, entry.state = entry.state, to
+        if entry.has_ended and before is _S.RUNNING:
+            self.num_unkept -= 1
         self._counts[before] -= 1
         self._counts[to] += 1
         if to not in _ALLOWED:
@@ -291,6 +309,7 @@ class StalenessLedger:
             counts[_S.SUPERSEDED] += counts[open_state]
             counts[open_state] = 0
         self._open.clear()
+        self.num_unkept = 0
         self._counts, self.submitted = counts, int(state["submitted"])
         if sum(counts.values()) != self.submitted:
             raise RolloutError(

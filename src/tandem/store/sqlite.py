@@ -48,6 +48,7 @@ _TEXT = json.JSONEncoder(default=str)
 """Spans are a workflow's own words: whatever is in them, they do not end the run."""
 
 _SCHEMA = f"""
+PRAGMA page_size = 8192;
 PRAGMA auto_vacuum = INCREMENTAL;
 PRAGMA journal_mode = WAL;
 BEGIN IMMEDIATE;
@@ -185,14 +186,16 @@ class SqliteStore(TrajectoryStore):
 
     def write(self, changes: Sequence[Change]) -> None:
         with self._transaction() as db:
-            for is_episode, group in groupby(changes, lambda c: isinstance(c, StoredEpisode)):
+            # Apart, because events among the episodes would make many statements of one.
+            _log(db, [change for change in changes if isinstance(change, Event)])
+            others = [change for change in changes if not isinstance(change, Event)]
+            for is_episode, group in groupby(others, lambda c: isinstance(c, StoredEpisode)):
                 if is_episode:
                     _add(db, [episode for episode in group if isinstance(episode, StoredEpisode)])
                     continue
                 for change in group:
                     if isinstance(change, Moved):
                         self._move(db, change)
-            _log(db, [change for change in changes if isinstance(change, Event)])
             reach("store.commit")
 
     def _move(self, db: sqlite3.Connection, change: Moved) -> None:

@@ -15,10 +15,10 @@ from tandem.store.contract import TrajectoryStore
 from tandem.store.records import Change, Event
 
 FLUSH_TIMEOUT_S = 120.0
-GATHER_S = 0.005
+GATHER_S = 0.02
 ENOUGH = 256
-"""A group is written when it has that many changes, or after that time: a commit costs more than an
-episode, and every one lets other threads in."""
+"""A group is written when it has that many changes, when somebody waits for it, or after that time:
+a commit costs more than an episode, and every one lets other threads in."""
 
 
 class StoreWriter:
@@ -44,7 +44,7 @@ class StoreWriter:
         self._pending: list[Change] = []
         self._is_writing = False
         self._is_closing = False
-        self._is_flushing = False
+        self._is_awaited = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._later = later
@@ -74,6 +74,13 @@ class StoreWriter:
         """Queue an entry of the schedule."""
         self.put(Event(kind, version, self.incarnation, detail, at=time.time()))
 
+    def hurry(self) -> None:
+        """Somebody waits for what was put so far: write it without gathering more."""
+        with self._changed:
+            if self._pending and not self._is_awaited:
+                self._is_awaited = True
+                self._changed.notify_all()
+
     def flush(self) -> None:
         """Return when everything put so far is written.
 
@@ -83,10 +90,8 @@ class StoreWriter:
         if self._later is not None:
             self._write_group()
         with self._changed:
-            self._is_flushing = True
-            self._changed.notify_all()
+            self.hurry()
             is_done = self._changed.wait_for(self._is_idle, FLUSH_TIMEOUT_S)
-            self._is_flushing = False
             self._raise_if_broken()
             if not is_done:
                 raise StoreError(
@@ -110,7 +115,7 @@ class StoreWriter:
             self._thread.join(FLUSH_TIMEOUT_S)
 
     def _is_due(self) -> bool:
-        return self._is_closing or self._is_flushing or len(self._pending) >= ENOUGH
+        return self._is_closing or self._is_awaited or len(self._pending) >= ENOUGH
 
     def _is_idle(self) -> bool:
         return self._error is not None or not (self._pending or self._is_writing)
@@ -134,7 +139,7 @@ class StoreWriter:
         """Write what is pending, as one group."""
         with self._changed:
             group, self._pending = self._pending, []
-            self._is_writing = bool(group)
+            self._is_writing, self._is_awaited = bool(group), False
         if not group or self._error is not None:
             return
         try:

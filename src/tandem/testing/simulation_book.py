@@ -80,16 +80,21 @@ class Book:
             self._check_places()
 
     def _check_places(self) -> None:
-        """After a start no limit is exceeded, and capacity is what is left of both limits."""
-        config = self._config
-        places = (config.max_staleness + 1) * config.batch_size
-        taken = sum(self._counts[state] for state in _PLACES)
-        running = self._counts[_S.RUNNING]
+        """After a start no limit is exceeded; a limit may be lowered while more run."""
+        running, places = self._check_capacity()
         limit = self._executor.ledger.max_running
-        assert running <= limit <= config.max_concurrent, f"{running} run, allowed: {limit}"
-        assert taken <= places, f"{taken} places are taken, there are {places}"
-        left = min(limit - running, places - taken)
-        assert self._executor.ledger.capacity() == left, (self._executor.ledger.capacity(), left)
+        assert running <= limit <= self._config.max_concurrent, f"{running} run, allowed: {limit}"
+        assert places >= 0, f"{-places} places more are taken than there are"
+
+    def _check_capacity(self) -> tuple[int, int]:
+        """Capacity is what is left of both limits; how many run, and places left for others."""
+        config, ledger = self._config, self._executor.ledger
+        running = self._counts[_S.RUNNING] - ledger.num_unkept
+        places = (config.max_staleness + 1) * config.batch_size
+        places -= sum(self._counts[state] for state in _PLACES)
+        left = min(ledger.max_running - running, places)
+        assert ledger.capacity() == left, f"{ledger.capacity()} places are free, should be {left}"
+        return running, places
 
     def handed_over(self, batch: TensorDict, version: int) -> None:
         """The trainer has ``batch`` and will make ``version + 1`` of it."""
@@ -118,13 +123,8 @@ class Book:
         for state in _OPEN:
             assert ledger.count(state) == counted[state], (state, ledger.counts(), counted)
         assert set(self._executor.open_ids()) == set(self._states)
-        config = self._config
-        taken = sum(counted[state] for state in _PLACES)
-        left = min(
-            ledger.max_running - counted[_S.RUNNING],
-            (config.max_staleness + 1) * config.batch_size - taken,
-        )
-        assert ledger.capacity() == left, f"{ledger.capacity()} places are free, should be {left}"
+        running, _ = self._check_capacity()
+        assert running == len(self._executor.loop.active), (running, ledger.num_unkept)
 
     def open_ids(self, *, without_training: bool = False) -> list[int]:
         return [
