@@ -256,6 +256,8 @@ def _collate_key(
     name: str, values: Sequence[Tensor | float | int | bool], lengths: Sequence[int]
 ) -> Tensor:
     spec = KEYS.get(name)
+    if all(isinstance(value, (int, float)) for value in values):
+        return torch.tensor(values, dtype=spec.dtype if spec else None)
     tensors = [torch.as_tensor(value, dtype=spec.dtype if spec else None) for value in values]
     has_parts = spec is not None and spec.shape == "BK"
     if has_parts and len({tensor.shape for tensor in tensors}) > 1:

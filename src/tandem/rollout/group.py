@@ -263,14 +263,11 @@ class GroupWorkflow(RolloutWorkflow):
         rows: list[dict[str, Any]] = []
         extra = self._extra_keys(item, baseline)
         for position, row in enumerate(item.rows):
-            tensors = row.tensors(is_trained=is_scored)
-            if not self.has_turns:
-                del tensors["turn_ids"], tensors["token_rewards"]
             rows.append(
                 {
-                    **tensors,
+                    **row.tensors(is_trained=is_scored, has_turns=self.has_turns),
                     **extra,
-                    "rewards": torch.tensor(float("nan") if item.reward is None else item.reward),
+                    "rewards": float("nan") if item.reward is None else float(item.reward),
                     "temperature": self.generation.training_temperature,
                     "truncated": item.is_truncated and position == len(item.rows) - 1,
                     "group_ids": episode.episode_id,

@@ -82,16 +82,19 @@ class TokenRow:
                 self.token_rewards[index] += reward
                 return
 
-    def tensors(self, *, is_trained: bool) -> dict[str, torch.Tensor]:
+    def tensors(self, *, is_trained: bool, has_turns: bool) -> dict[str, torch.Tensor]:
+        """What a batch holds of each token; of turns only where they matter."""
         mask = torch.tensor(self.loss_mask, dtype=torch.bool)
-        return {
+        tensors = {
             "input_ids": torch.tensor(self.ids, dtype=torch.int64),
             "loss_mask": mask if is_trained else torch.zeros_like(mask),
             "logprobs": torch.tensor(self.logprobs, dtype=torch.float32),
             "versions": torch.tensor(self.versions, dtype=torch.int64),
-            "turn_ids": torch.tensor(self.turn_ids, dtype=torch.int64),
-            "token_rewards": torch.tensor(self.token_rewards, dtype=torch.float32),
         }
+        if has_turns:
+            tensors["turn_ids"] = torch.tensor(self.turn_ids, dtype=torch.int64)
+            tensors["token_rewards"] = torch.tensor(self.token_rewards, dtype=torch.float32)
+        return tensors
 
 
 class Transcript:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any, BinaryIO, cast
 
 from tandem import errors
@@ -17,7 +17,9 @@ from tandem.types import GenerationConfig, LLMRequest, LLMResponse, OnTokens
 
 Frame = dict[str, Any]
 _HEADER = struct.Struct(">Q")
-_NEUTRAL = asdict(GenerationConfig())
+_NEUTRAL = tuple(
+    (item.name, getattr(GenerationConfig(), item.name)) for item in fields(GenerationConfig)
+)
 _EXTRAS = ("raw_logprobs", "top_logprobs", "prompt_logprobs")
 _ERRORS = {
     name: item
@@ -45,7 +47,10 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 
 def encode_request(request: LLMRequest) -> Frame:
     """Without ``metadata``, which no backend reads; of ``on_tokens`` only that there is one."""
-    options = {k: v for k, v in asdict(request.gconfig).items() if v != _NEUTRAL[k]}
+    config = request.gconfig
+    options = {k: v for k, neutral in _NEUTRAL if (v := getattr(config, k)) != neutral}
+    if "logit_bias" in options:
+        options["logit_bias"] = dict(options["logit_bias"])
     frame: Frame = {"rid": request.rid, "ids": request.input_ids, "options": options}
     if request.on_tokens is not None:
         frame["streams"] = True
