@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -506,18 +508,18 @@ def test_reasoning_gym_needs_its_columns(engines: Any) -> None:
         engine.rollout_batch([PLAIN], workflow("reasoning_gym"))
 
 
-def test_textarena_that_is_not_installed_is_a_typed_error() -> None:
-    try:
-        import textarena  # noqa: F401
-    except ImportError:
-        with pytest.raises(CapabilityError, match="pip install"):
-            load_environment("textarena", {"game": "GuessTheNumber-v0"})
+def test_textarena_that_is_not_installed_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "textarena", None)
+    with pytest.raises(CapabilityError, match="pip install"):
+        load_environment("textarena", {"game": "GuessTheNumber-v0"})
+
+
+def test_a_game_that_does_not_exist_is_named() -> None:
+    with pytest.raises(ConfigError, match="game 'Nothing-v0'"):
+        load_environment("textarena", {"game": "Nothing-v0"})
 
 
 def test_textarena_plays_a_seeded_game_and_leaves_the_global_generator_alone() -> None:
-    pytest.importorskip("textarena")
-    import random
-
     make = load_environment("textarena", {"game": "GuessTheNumber-v0"})
     before = random.getstate()
     games = [make() for _ in range(2)]
@@ -534,7 +536,6 @@ def test_textarena_plays_a_seeded_game_and_leaves_the_global_generator_alone() -
 
 
 def test_a_textarena_episode_runs_whole(engines: Any) -> None:
-    pytest.importorskip("textarena")
     tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
     backend = GatedBackend(
         lambda req: ids(f"[{1 + int(req.rid.rsplit('.', 1)[1])}]<eos>", tokenizer)
