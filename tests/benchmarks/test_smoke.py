@@ -77,6 +77,20 @@ def test_checkpoint(tmp_path):
     assert figures["training"]["steps_beside_a_save"] >= 0
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two cores to pin to")
+def test_overlap(tmp_path):
+    small = "warmup.steps=2 warmup.data.size=200 data.size=200 rollout.batch_size=2"
+    figures = run(tmp_path, "overlap.py", f"--rounds 1 --steps 2 --threads 1 --set {small}")
+    result, step = figures["result"], figures["asynchronous"]
+    longer = max(result["generation_ms"], result["training_ms"])
+    assert result["of_longer_side"] == pytest.approx(step["wall_ms"] / longer, rel=1e-3)
+    busy = step["trainer_cpu_ms"] / step["wall_ms"]
+    assert result["trainer_core_idle"] == pytest.approx(1 - busy, abs=1e-3)
+    assert result["speed_up"] > 0
+    assert len(figures["rounds"]["training"]) == 1
+    assert figures["laps"]["perf/generator_idle_share"] <= 1
+
+
 def test_heldout_loss_is_the_models_mean_cross_entropy(tmp_path):
     tiny = TinyModelConfig(hidden_size=16, num_layers=1, intermediate_size=32)
     model_dir = resolve_model(ModelConfig(tiny=tiny), seed=3, workdir=tmp_path)
