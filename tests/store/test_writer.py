@@ -65,6 +65,27 @@ def test_who_hurries_does_not_wait_for_a_group_to_gather(monkeypatch: pytest.Mon
     writer.close()
 
 
+def test_a_flush_does_not_wait_for_what_others_put_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tandem.store.writer.FLUSH_TIMEOUT_S", 2.0)
+    store = MemoryStore()
+    writer = StoreWriter(store, "start")
+    is_over = threading.Event()
+
+    def put_another(_: Sequence[Change]) -> None:
+        if not is_over.is_set():
+            writer.put(stored(writer.next_key()))
+
+    writer.on_written = put_another
+    for _ in range(3):
+        writer.put(stored(writer.next_key()))
+    writer.flush()
+    assert store.counts()[S.READY] >= 3
+    is_over.set()
+    writer.close()
+
+
 def test_keys_go_on_after_those_of_the_store() -> None:
     store = MemoryStore()
     store.write([stored(41)])

@@ -42,7 +42,8 @@ class StoreWriter:
         self.on_error: Callable[[BaseException], None] | None = None
         self._last_key = store.last_key()
         self._pending: list[Change] = []
-        self._is_writing = False
+        self._num_put = 0
+        self._num_written = 0
         self._is_closing = False
         self._is_awaited = False
         self._error: BaseException | None = None
@@ -64,6 +65,7 @@ class StoreWriter:
             self._raise_if_broken()
             is_first = not self._pending
             self._pending.extend(changes)
+            self._num_put += len(changes)
             if self._later is not None:
                 if is_first:
                     self._later(self._write_group)
@@ -91,11 +93,14 @@ class StoreWriter:
             self._write_group()
         with self._changed:
             self.hurry()
-            is_done = self._changed.wait_for(self._is_idle, FLUSH_TIMEOUT_S)
+            goal = self._num_put  # what others put from here on is not waited for
+            is_done = self._changed.wait_for(
+                lambda: self._error is not None or self._num_written >= goal, FLUSH_TIMEOUT_S
+            )
             self._raise_if_broken()
             if not is_done:
                 raise StoreError(
-                    f"the store has not written {len(self._pending)} changes within "
+                    f"the store has not written {goal - self._num_written} changes within "
                     f"{FLUSH_TIMEOUT_S:g} s; is the disk alive?"
                 )
 
@@ -117,9 +122,6 @@ class StoreWriter:
     def _is_due(self) -> bool:
         return self._is_closing or self._is_awaited or len(self._pending) >= ENOUGH
 
-    def _is_idle(self) -> bool:
-        return self._error is not None or not (self._pending or self._is_writing)
-
     def _raise_if_broken(self) -> None:
         if self._error is not None:
             raise self._error
@@ -139,7 +141,7 @@ class StoreWriter:
         """Write what is pending, as one group."""
         with self._changed:
             group, self._pending = self._pending, []
-            self._is_writing, self._is_awaited = bool(group), False
+            self._is_awaited = False
         if not group or self._error is not None:
             return
         try:
@@ -150,12 +152,12 @@ class StoreWriter:
             self._fail(error)
             return
         with self._changed:
-            self._is_writing = False
+            self._num_written += len(group)
             self._changed.notify_all()
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            self._error, self._is_writing = error, False
+            self._error = error
             self._changed.notify_all()
         if self.on_error is not None:
             self.on_error(error)
