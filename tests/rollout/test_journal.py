@@ -125,13 +125,18 @@ def test_rows_that_a_caller_waits_for_are_kept_at_once(
     engine.submit(number(0), WORKFLOW)
     wait_until(engine, lambda: engine.executor.ledger.num_unkept == 1)  # nobody waits for it
     assert ids(engine.wait(1, timeout=TIMEOUT_S)) == [0]
-    release = threading.Event()
+    pipeline, release = engine.executor._pipeline, threading.Event()
+    await_ready = pipeline.await_ready
+
+    def told(num: int | None) -> None:  # under the lock, which is free when the caller sleeps
+        await_ready(num)
+        release.set()
 
     def when_released(_: Any) -> None:
         assert release.wait(TIMEOUT_S)
 
+    monkeypatch.setattr(pipeline, "await_ready", told)
     engine.submit(number(1, act=when_released), WORKFLOW)
-    threading.Timer(0.05, release.set).start()
     assert ids(engine.wait(1, timeout=TIMEOUT_S)) == [1]  # it ends while the caller sleeps
 
 

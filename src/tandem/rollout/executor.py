@@ -201,6 +201,7 @@ class RolloutExecutor:
         if count == 0:
             return 0
         items = self._feed.take(source, count)
+        # Under one lock: else the rollout thread takes them one by one.
         with self._whole_batch_first(self._config.max_staleness == 0), self._lock:
             for item, attempt in items:
                 self.submit(item, workflow, attempt=attempt)

@@ -17,9 +17,8 @@ from tandem.types import GenerationConfig, LLMRequest, LLMResponse, OnTokens
 
 Frame = dict[str, Any]
 _HEADER = struct.Struct(">Q")
-_NEUTRAL = tuple(
-    (item.name, getattr(GenerationConfig(), item.name)) for item in fields(GenerationConfig)
-)
+_DEFAULTS = GenerationConfig()
+_NEUTRAL = {item.name: getattr(_DEFAULTS, item.name) for item in fields(_DEFAULTS)}
 _EXTRAS = ("raw_logprobs", "top_logprobs", "prompt_logprobs")
 _ERRORS = {
     name: item
@@ -48,7 +47,7 @@ def read_frame(stream: BinaryIO) -> Frame | None:
 def encode_request(request: LLMRequest) -> Frame:
     """Without ``metadata``, which no backend reads; of ``on_tokens`` only that there is one."""
     config = request.gconfig
-    options = {k: v for k, neutral in _NEUTRAL if (v := getattr(config, k)) != neutral}
+    options = {k: v for k in _NEUTRAL if (v := getattr(config, k)) != _NEUTRAL[k]}
     if "logit_bias" in options:
         options["logit_bias"] = dict(options["logit_bias"])
     frame: Frame = {"rid": request.rid, "ids": request.input_ids, "options": options}
