@@ -17,8 +17,9 @@ ROWS = 16
 """Matrix products of at least this many rows give every row the same bits."""
 KEY_MULTIPLE = 16
 """Keys are padded to a multiple of this and hidden, so that sums run over whole vectors."""
-KEY_BLOCK = 256
-"""Keys that one product with the values sums up."""
+KEY_BLOCK = 192
+"""Keys that one product with the values sums up. On processors with AVX2 alone the library adds more
+in parts, whose sizes depend on their number; with AVX-512 from 256 on."""
 QUERY_BLOCK = 64
 """Queries of one causal product; smaller wastes less work above the diagonal."""
 
