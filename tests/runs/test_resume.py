@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 from safetensors.torch import load_file
 
 from tandem.checkpoint import latest, save
-from tandem.errors import CheckpointError, DataError
+from tandem.errors import CheckpointError, DataError, Preempted
 from tandem.trainers import run_rl, run_sft
+from tandem.trainers.run import StopSignal
 from tandem.weights.transports.shared_memory import PREFIX, shared_root
 from tests.runs.conftest import Bed, has_step, metrics
 from tests.runs.launcher import Launcher, audit_batches
@@ -110,6 +112,22 @@ def test_run_stopped_while_a_thread_saves_has_saved(bed: Bed, launcher: Launcher
     checkpoint = latest(run_dir)
     assert checkpoint is not None
     assert checkpoint.step == last
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+def test_stop_asked_for_after_a_step_border_has_saved_at_the_next(
+    bed: Bed, sft_bed: Bed, monkeypatch: pytest.MonkeyPatch, kind: str
+):
+    answers = chain([None], repeat("SIGTERM"))
+    asked = property(lambda stop: next(answers), lambda stop, value: None)
+    monkeypatch.setattr(StopSignal, "requested", asked, raising=False)
+    used, train = (bed, run_rl) if kind == "rl" else (sft_bed, run_sft)
+    with pytest.raises(Preempted, match="the state is saved"):
+        train(used.config("steps=5" if kind == "rl" else "sft.epochs=2"))
+    assert [row["step"] for row in metrics(used.run_dir())] == [0, 1, 2]
+    checkpoint = latest(used.run_dir())
+    assert checkpoint is not None
+    assert checkpoint.step == 2
 
 
 def test_supervised_run_with_a_saving_thread_ends_like_one_without(sft_bed: Bed):

@@ -244,7 +244,8 @@ class RLSession:
             stopping = self.run.stop.requested is not None
             if stopping or is_last or self._is_due(self.config.checkpoint.every):
                 self._save()
-            self.run.raise_if_stopped()
+            if stopping:
+                self.run.end_stopped()
 
     def step(self) -> dict[str, float]:
         """One training batch: roll out, prepare, optimise, publish exactly one new version."""

@@ -19,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -108,14 +108,14 @@ class Run:
         if self.writer is not None:
             self.writer.wait()
 
-    def raise_if_stopped(self) -> None:
-        """Raise ``Preempted`` when a stop was asked for. Call it after the state was saved."""
-        if self.stop.requested is not None:
-            self.wait_for_checkpoint()
-            raise Preempted(
-                f"stopped by {self.stop.requested}; the state is saved, go on with --resume "
-                f"(run directory: {self.dir})"
-            )
+    def end_stopped(self) -> NoReturn:
+        """Raise ``Preempted``. Call it when a stop was asked for *and* the state saved since: a
+        signal that came after the question is for the next step border."""
+        self.wait_for_checkpoint()
+        raise Preempted(
+            f"stopped by {self.stop.requested}; the state is saved, go on with --resume "
+            f"(run directory: {self.dir})"
+        )
 
 
 @contextmanager

@@ -188,7 +188,8 @@ def run_steps(
                     background=run.writer,
                     extra=extra,
                 )
-            run.raise_if_stopped()
+            if stopping:
+                run.end_stopped()
 
 
 def finish(
