@@ -18,8 +18,8 @@ ROWS = 16
 KEY_MULTIPLE = 16
 """Keys are padded to a multiple of this and hidden, so that sums run over whole vectors."""
 KEY_BLOCK = 192
-"""Keys that one product with the values sums up. On processors with AVX2 alone the library adds more
-in parts, whose sizes depend on their number; with AVX-512 from 256 on."""
+"""Keys that one product with the values sums up. More of them the library adds in parts whose sizes
+depend on their number: from 192 on with AVX2, from 256 on with AVX-512."""
 QUERY_BLOCK = 64
 """Queries of one causal product; smaller wastes less work above the diagonal."""
 
