@@ -149,10 +149,10 @@ def test_a_pass_is_filled_up_only_where_rows_depend_on_their_number() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(24, 40))
     assert min_rows(model, None) == MIN_PLAIN_ROWS
     assert min_rows(model.bfloat16(), None) == 1
-    if can_pack(torch.device("cpu"), torch.float32):
-        packed = PackedLinears(torch.nn.Sequential(torch.nn.Linear(24, 40)))
+    model = torch.nn.Sequential(torch.nn.Linear(24, 40))
+    if can_pack(model):
+        packed = PackedLinears(model)
         assert packed.is_row_invariant()
-        model = torch.nn.Sequential(torch.nn.Linear(24, 40))
         assert min_rows(model, packed) == 1
 
 
@@ -178,7 +178,7 @@ def test_logprobs_do_not_depend_on_other_requests_in_a_single_bit(
 def test_bf16_layers_compute_many_rows_in_full_precision_and_few_near_it() -> None:
     layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16)
     model = torch.nn.Sequential(layer)
-    if not can_pack(torch.device("cpu"), torch.bfloat16):
+    if not can_pack(model):
         pytest.skip("no packed product here")
     packed = PackedLinears(model)
     with torch.no_grad():
@@ -188,7 +188,7 @@ def test_bf16_layers_compute_many_rows_in_full_precision_and_few_near_it() -> No
     rows = torch.randn(40, 64).bfloat16()
     exact = rows.double() @ layer.weight.detach().double().T + layer.bias.detach().double()
     with torch.inference_mode():
-        for count in (1, 15, 16, 40):
+        for count in (1, 2, 3, 15, 16, 40):
             found = model(rows[None, :count])[0]
             assert found.dtype == torch.bfloat16
             gap = (found.double() - exact[:count]).abs().max()
@@ -203,9 +203,9 @@ def test_layers_with_the_same_input_are_one_product_and_keep_their_own_results()
             self.k_proj = torch.nn.Linear(24, 16)
             self.v_proj = torch.nn.Linear(24, 16)
 
-    if not can_pack(torch.device("cpu"), torch.float32):
-        pytest.skip("no packed product here")
     model = Attention()
+    if not can_pack(model):
+        pytest.skip("no packed product here")
     one, other = torch.randn(5, 24), torch.randn(5, 24)
     layers = (model.q_proj, model.k_proj, model.v_proj)
     with torch.inference_mode():
@@ -219,10 +219,10 @@ def test_layers_with_the_same_input_are_one_product_and_keep_their_own_results()
 
 def test_bf16_passes_of_many_rows_stay_in_full_precision_and_cache_in_bf16() -> None:
     """Against the same weights in fp32: nearer than bf16 between layers could be."""
-    if not can_pack(torch.device("cpu"), torch.bfloat16):
-        pytest.skip("no packed product here")
     reference, model = pair(CONFIGS[0])
     model = model.bfloat16()
+    if not can_pack(model):
+        pytest.skip("no packed product here")
     reference = reference.bfloat16().float()
     core = EmbeddedCore(
         model,

@@ -16,10 +16,11 @@ from transformers import (
 )
 
 from tandem.errors import CapabilityError, ConfigError, DataError, EngineError
-from tandem.inference.embedded.build import probe
+from tandem.inference.embedded.build import PROBE_TOLERANCE, probe
 from tandem.inference.embedded.core import CoreOptions, EmbeddedCore
 from tandem.inference.embedded.requests import ModelLimits
 from tandem.models.attention import ATTENTION
+from tandem.models.cache import CacheContext
 from tandem.types import WeightVersion
 
 from .conftest import MakeCore, Scorer, drain, request, run, score_with
@@ -394,6 +395,24 @@ def test_a_model_that_ignores_the_cache_is_refused(core: EmbeddedCore) -> None:
             probe(core.model, tolerance=1e-3)
     finally:
         attention.layer_idx = 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_decodes_without_its_cache_is_refused(
+    make_core: MakeCore, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    model = make_core(dtype=dtype).model
+    tolerance = PROBE_TOLERANCE[dtype]
+    probe(model, tolerance=tolerance)
+
+    def sees_itself(context: CacheContext, dtype: torch.dtype, window: int | None) -> torch.Tensor:
+        index = torch.arange(context._num_keys)
+        mask = torch.zeros(len(context._positions), len(index), dtype=dtype)
+        return mask.masked_fill_(index != context._positions[:, None], -torch.inf)[:, None, None]
+
+    monkeypatch.setattr(CacheContext, "_decode_mask", sees_itself)
+    with pytest.raises(CapabilityError, match="of what the tokens before change"):
+        probe(model, tolerance=tolerance)
 
 
 def test_bfloat16_generates_finite_logprobs_near_fp32(make_core: MakeCore, score: Scorer) -> None:

@@ -95,7 +95,7 @@ class EmbeddedCore:
         self._lanes = Lanes()
         self._cache = KVCache(model.dtype)
         self._sharing = PrefixSharing(self._cache, num_blocks(options.prefix_cache_tokens))
-        packs = options.is_fast and can_pack(model.device, model.dtype)
+        packs = options.is_fast and can_pack(model)
         packed = PackedLinears(model) if packs else None
         self.weights = ModelWeights(model, packed, version)
         self._runner = Runner(

@@ -4,24 +4,29 @@ On a CPU the packed product is up to twice as fast as the plain one for the few 
 step, and (in fp32) gives a row the same bits whatever other rows there are, which the plain one
 does from 16 rows on only. Layers that read the same input are one product. The parameters stay
 where they are; other weights are laid out beside those in use and exchanged for them as a whole.
+A processor that cannot multiply bf16 has only an fp32 copy laid out; the fewest rows, whose time is
+that of reading the weights, are multiplied with the parameters themselves.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tandem.models.processor import product_dtype
 
 ROWS_HINT = 64
-WIDE_ROWS = 16
+WIDE_ROWS, WIDE_ROWS_UNPACKED = 16, 3
 """On processors without matrix units for bf16, products of bf16 weights with at least this many
-rows are faster in fp32; with fewer rows reading the weights decides, and bf16 halves that."""
+rows are faster in fp32; with fewer rows reading the weights decides, and bf16 halves that. The
+second number is for weights in bf16 that cannot be packed."""
 MIN_PLAIN_ROWS = 16
 """From this many rows on, the rows of a plain fp32 product do not depend on each other's number."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -36,9 +41,10 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The weights of layers with the same input, laid out together; ``wide`` is their fp32 copy."""
+    """The weights of layers with the same input, laid out together; ``wide`` is their fp32 copy.
+    Without ``weight`` few rows are multiplied with the parameters."""
 
-    weight: Tensor
+    weight: Tensor | None
     bias: Tensor | None
     wide: Tensor | None
     wide_bias: Tensor | None
@@ -62,13 +68,14 @@ class PackedLinears:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        layers = [item for item in model.modules() if type(item) is nn.Linear]
-        widens = _widens(layers)
-        self._forms = [_Packed(group, widens=widens) for group in _groups(model)]
-        if widens and _multiplies_only_in_linears(model):
+        self.wide_rows = _wide_rows(_linears(model))
+        """From this many rows on, products are in fp32 though the weights are not."""
+        self._forms = [_Packed(group, self.wide_rows) for group in _groups(model)]
+        if self.wide_rows < sys.maxsize and _multiplies_only_in_linears(model):
             for module in model.modules():
                 if isinstance(module, nn.Embedding):
-                    module.forward = partial(_embed_wide, module.forward)  # type: ignore[method-assign]
+                    embed = partial(_embed_wide, module.forward, self.wide_rows)
+                    module.forward = embed  # type: ignore[method-assign]
 
     @property
     def layouts(self) -> list[Layout]:
@@ -101,33 +108,47 @@ class PackedLinears:
         return all(_rows_agree(form) for form in forms.values())
 
 
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this build of torch has the packed product, and it works for ``dtype``."""
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
+def can_pack(model: nn.Module) -> bool:
+    """Whether this build of torch has the packed product, and it works for the model's layers or
+    for a copy of them in fp32."""
+    layers = _linears(model)
+    if not layers or layers[0].weight.device.type != "cpu":
+        return False
+    return _packs(layers[0].weight.dtype) or _wide_rows(layers) < sys.maxsize
+
+
+@cache
+def _packs(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
         return False
     if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    layer = nn.Linear(32, 48, bias=True, dtype=dtype)
+    pack: Pack = torch.ops.mkldnn._reorder_linear_weight
+    weight = torch.arange(48 * 32).remainder(7).view(48, 32).to(dtype)
     rows = torch.ones(3, 32, dtype=dtype)
     with torch.inference_mode():
-        plain = layer(rows).float()
         try:
-            packed = _Packed([layer]).apply(rows).float()
+            packed = _multiply(rows, pack(weight, ROWS_HINT), None)
         except RuntimeError:
             return False
-        return torch.allclose(packed, plain, rtol=1e-2, atol=1e-2)
+        return torch.allclose(packed.float(), (rows @ weight.T).float(), rtol=1e-2, atol=1e-2)
 
 
-def _widens(layers: Sequence[nn.Linear]) -> bool:
-    """Whether bf16 layers get a copy in fp32: never on processors that multiply bf16 in tiles, nor
-    where the copy would take more than a quarter of the memory."""
-    if not layers:
-        return False
-    weight = layers[0].weight
-    if product_dtype(weight.dtype, weight.device) == weight.dtype:
-        return False
+def _linears(model: nn.Module) -> list[nn.Linear]:
+    return [item for item in model.modules() if type(item) is nn.Linear]
+
+
+def _wide_rows(layers: Sequence[nn.Linear]) -> int:
+    """From how many rows on bf16 layers use a copy in fp32: never on processors that multiply bf16
+    in tiles, nor where the copy would take more than a quarter of the memory."""
+    weight = layers[0].weight if layers else None
+    if weight is None or product_dtype(weight.dtype, weight.device) == weight.dtype:
+        return sys.maxsize
     copy = sum(4 * layer.weight.numel() for layer in layers)
-    return copy <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if copy > memory // 4 or not _packs(torch.float32):
+        return sys.maxsize
+    return WIDE_ROWS if _packs(weight.dtype) else WIDE_ROWS_UNPACKED
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
@@ -155,17 +176,17 @@ def _multiplies_only_in_linears(model: nn.Module) -> bool:
     )
 
 
-def _embed_wide(forward: Callable[[Tensor], Tensor], ids: Tensor) -> Tensor:
+def _embed_wide(forward: Callable[[Tensor], Tensor], wide_rows: int, ids: Tensor) -> Tensor:
     rows = forward(ids)
-    return rows.float() if ids.numel() >= WIDE_ROWS else rows
+    return rows.float() if ids.numel() >= wide_rows else rows
 
 
 class _Packed:
     """Layers with the same input."""
 
-    def __init__(self, layers: Sequence[nn.Linear], *, widens: bool = False) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], wide_rows: int = sys.maxsize) -> None:
         self._layers = layers
-        self._widens = widens
+        self._wide_rows = wide_rows
         self._sizes = [layer.out_features for layer in layers]
         self.shape = (sum(self._sizes), layers[0].in_features)
         self.dtype = layers[0].weight.dtype
@@ -181,8 +202,8 @@ class _Packed:
         weight = _stacked([find(layer.weight) for layer in self._layers])
         biases = [find(layer.bias) for layer in self._layers if layer.bias is not None]
         bias = torch.cat(biases) if biases else None
-        packed = pack(weight, ROWS_HINT)
-        if not self._widens:
+        packed = pack(weight, ROWS_HINT) if _packs(self.dtype) else None
+        if self._wide_rows == sys.maxsize:
             return Layout(packed, bias, None, None)
         wide_bias = None if bias is None else bias.float()
         return Layout(packed, bias, pack(weight.float(), ROWS_HINT), wide_bias)
@@ -192,13 +213,20 @@ class _Packed:
         is_recording = torch._C._get_tracing_state() is not None
         multiply: Multiply = torch.ops.tandem.packed_linear if is_recording else _multiply
         layout = self.layout
-        if layout.wide is not None and x.numel() >= WIDE_ROWS * x.shape[-1]:
+        if layout.wide is not None and self._is_wide(x):
             return multiply(x.float(), layout.wide, layout.wide_bias).to(x.dtype)
+        assert layout.weight is not None
         return multiply(x.to(self.dtype), layout.weight, layout.bias).to(x.dtype)
+
+    def _is_wide(self, x: Tensor) -> bool:
+        return x.numel() >= self._wide_rows * x.shape[-1]
 
     def _forward(self, index: int, x: Tensor) -> Tensor:
         """One layer's output. The first layer that is asked computes those of its siblings, which
         wait for the same input."""
+        if self.layout.weight is None and not self._is_wide(x):
+            layer = self._layers[index]
+            return F.linear(x.to(self.dtype), layer.weight, layer.bias).to(x.dtype)
         if len(self._sizes) == 1:
             return self.apply(x)
         if self._input is not x or index not in self._outputs:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tandem.inference.embedded.lanes import Lanes
-from tandem.inference.embedded.linears import WIDE_ROWS, PackedLinears, min_rows
+from tandem.inference.embedded.linears import PackedLinears, min_rows
 from tandem.inference.embedded.plan import Chunk, Plan
 from tandem.inference.embedded.recorded import RecordedDecode
 from tandem.models.cache import CacheContext, ChunkGroup, KVCache
@@ -99,7 +99,8 @@ class Runner:
         rows = len(tokens)
         if self.recorded is None or not self._cache.num_layers:
             return plain()[:n]
-        kind = (min(rows, 2), rows >= WIDE_ROWS, n < rows, max_position // KEY_BLOCK)
+        is_wide = self._packed is not None and rows >= self._packed.wide_rows
+        kind = (min(rows, 2), is_wide, n < rows, max_position // KEY_BLOCK)
         stores = [item for store in self._cache.stores() for item in store.values()]
         inputs = [tokens, positions, *context.shared(), *stores]
         return self.recorded.run(kind, (n, max_position // KEY_MULTIPLE), inputs, plain)[:n]
