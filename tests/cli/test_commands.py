@@ -189,7 +189,7 @@ def test_unexpected_exception_is_a_bug_with_traceback(
 def test_doctor_reports_versions_and_room(tandem_command: Any) -> None:
     result = tandem_command("doctor")
     assert result.code in (0, 1)
-    for name in ("python", "torch", "cores", "free space here", "torch threads"):
+    for name in ("python", "torch", "cores", "free space here", "torch threads", "bfloat16"):
         assert name in result.out
     assert ("no problems found" in result.out) == (result.code == 0)
 

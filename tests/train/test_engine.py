@@ -5,7 +5,7 @@ import torch
 
 from tandem.config.schema import LoraConfig, TrainConfig
 from tandem.errors import CapabilityError, ConfigError, EngineError
-from tandem.train import EngineRegistry, LocalTrainEngine, TrainEngine
+from tandem.train import EngineRegistry, LocalTrainEngine, TrainEngine, building
 from tandem.types import FinetuneSpec
 from tests.train.conftest import engine_gradients, make_batch, nll
 
@@ -172,6 +172,23 @@ def test_tied_weights_stay_tied_through_offload(make_engine, tied_path):
     engine.to("cpu")
     model = engine.model
     assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "products", "warns"),
+    [
+        ("bfloat16", "emulated", True),
+        ("bfloat16", "vectors", False),
+        ("bfloat16", "tiles", False),
+        ("float32", "emulated", False),
+    ],
+)
+def test_a_processor_that_emulates_bfloat16_is_warned_about(
+    model_path, monkeypatch, caplog, dtype, products, warns
+):
+    monkeypatch.setattr(building, "bf16_products", lambda: products)
+    LocalTrainEngine(TrainConfig(dtype=dtype, device="cpu"), model_path=model_path).initialize()
+    assert ("set train.dtype=float32" in caplog.text) == warns
 
 
 def test_an_unknown_place_is_refused(make_engine):

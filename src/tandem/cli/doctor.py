@@ -26,6 +26,11 @@ PACKAGES = (
     "reasoning-gym",
 )
 OPTIONAL = ("gguf", "math-verify", "tensorboard", "wandb", "trackio")
+BF16_PRODUCTS = {
+    "tiles": "in tiles (AMX): faster than float32",
+    "vectors": "as vectors: slower than float32, to train choose train.dtype=float32",
+    "emulated": "emulated: many times slower than float32, to train choose train.dtype=float32",
+}
 _LOW_SPACE = 5 * 2**30
 _LOW_SHARED_MEMORY = 2**30
 
@@ -62,6 +67,9 @@ def facts() -> Iterator[tuple[str, str]]:
         yield "torch threads", str(torch.get_num_threads())
         cuda = torch.cuda.is_available()
         yield "devices", f"cuda x {torch.cuda.device_count()}" if cuda else "cpu"
+        from tandem.models.processor import bf16_products
+
+        yield "bfloat16 on the CPU", BF16_PRODUCTS[bf16_products()]
 
 
 def problems() -> Iterator[str]:

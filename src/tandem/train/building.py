@@ -5,6 +5,7 @@ How it is divided over ranks afterwards is the backend's.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ from torch import nn
 from tandem.config.schema import LoraConfig, TrainConfig
 from tandem.errors import CapabilityError
 from tandem.models.heads import load_model
+from tandem.models.processor import bf16_products
 from tandem.train import registry
 from tandem.train.forward import check_exactness, check_head
 from tandem.train.lora import inject_adapter
 from tandem.train.offload import own_storage
+
+log = logging.getLogger(__name__)
 
 
 def check_device(device: torch.device) -> None:
@@ -49,6 +53,11 @@ def build_model(
         ConfigError, DataError: the directory or the adapter cannot be used.
         CapabilityError: the architecture cannot be trained with packing.
     """
+    if config.dtype == "bfloat16" and device.type == "cpu" and bf16_products() == "emulated":
+        log.warning(
+            "train.dtype: this processor multiplies bfloat16 many times more slowly than float32; "
+            "set train.dtype=float32 unless its memory does not suffice"
+        )
     is_half = config.dtype == "bfloat16" and lora is not None
     dtype = torch.bfloat16 if is_half else torch.float32
     model: Any = load_model(model_type, path, dtype=dtype, device=device, seed=seed)
