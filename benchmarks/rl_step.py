@@ -131,13 +131,13 @@ def decode(core: Any, requests: list[LLMRequest]) -> None:
 def bare_decode_pass(model: Any, num_rows: int, length: int) -> Callable[[], None]:
     """The forward pass of one decoding step and nothing else."""
     cache = KVCache()
-    cache.reserve(num_rows, length + 1)
+    cache.reserve([length + 1] * num_rows)
     positions = torch.full((num_rows,), length)
     ids = torch.ones(1, num_rows, dtype=torch.int64)
 
     @torch.inference_mode()
     def step() -> None:
-        context = CacheContext(cache, positions=positions, max_position=length)
+        context = CacheContext(cache, positions=positions.numpy())
         model(input_ids=ids, position_ids=positions[None], use_cache=False, ctx=context)
 
     return step

@@ -20,7 +20,7 @@ from tandem.inference.embedded.build import PROBE_TOLERANCE, probe
 from tandem.inference.embedded.core import CoreOptions, EmbeddedCore
 from tandem.inference.embedded.requests import ModelLimits
 from tandem.models.attention import ATTENTION
-from tandem.models.cache import CacheContext
+from tandem.models.cache.decoded import DecodedRows
 from tandem.types import WeightVersion
 
 from .conftest import MakeCore, Scorer, drain, request, run, score_with
@@ -405,12 +405,11 @@ def test_a_model_that_decodes_without_its_cache_is_refused(
     tolerance = PROBE_TOLERANCE[dtype]
     probe(model, tolerance=tolerance)
 
-    def sees_itself(context: CacheContext, dtype: torch.dtype, window: int | None) -> torch.Tensor:
-        index = torch.arange(context._num_keys)
-        mask = torch.zeros(len(context._positions), len(index), dtype=dtype)
-        return mask.masked_fill_(index != context._positions[:, None], -torch.inf)[:, None, None]
+    def sees_itself(rows: DecodedRows, *inputs: torch.Tensor, **_: object) -> torch.Tensor:
+        value = inputs[3]
+        return value.repeat_interleave(inputs[1].shape[1] // value.shape[1], 1)
 
-    monkeypatch.setattr(CacheContext, "_decode_mask", sees_itself)
+    monkeypatch.setattr(DecodedRows, "attend", sees_itself)
     with pytest.raises(CapabilityError, match="of what the tokens before change"):
         probe(model, tolerance=tolerance)
 

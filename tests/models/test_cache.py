@@ -119,12 +119,17 @@ def test_random_use_loses_no_block() -> None:
 
 def filled_cache(rows: int, length: int) -> KVCache:
     cache = KVCache()
-    cache.reserve(rows, length)
+    cache.reserve([length] * rows)
+    like = torch.zeros(1, KV_HEADS, 1, WIDTH)
     for layer in range(2):
-        like = torch.zeros(1, KV_HEADS, 1, WIDTH)
-        for store in cache.layer(layer, like, like, None):
-            store.copy_(torch.randn(store.shape))
+        cache.see(layer, like, like, None)
+    for item in stored(cache):
+        item.copy_(torch.randn(item.shape))
     return cache
+
+
+def stored(cache: KVCache) -> list[Tensor]:
+    return [item for shelf in cache.shelves for item in shelf.tensors]
 
 
 def test_blocks_come_back_from_the_store_as_they_were_filed() -> None:
@@ -133,9 +138,9 @@ def test_blocks_come_back_from_the_store_as_they_were_filed() -> None:
     held = store.file(cache, 1, version, keys)
     assert len(held) == 3
     assert store.match(version, keys) == held
-    before = [item[1, :, : 2 * BLOCK].clone() for s in cache.stores() for item in s.values()]
+    before = [item[1, :, : 2 * BLOCK].clone() for item in stored(cache)]
     store.load(cache, 2, held[:2])
-    after = [item[2, :, : 2 * BLOCK] for s in cache.stores() for item in s.values()]
+    after = [item[2, :, : 2 * BLOCK] for item in stored(cache)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -158,13 +163,62 @@ def test_the_store_grows_and_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) 
     cache, store, version = filled_cache(4, 64), PrefixStore(16), WeightVersion("inc", 0)
     chains = [block_keys(np.arange(2 * BLOCK) + 100 * row) for row in range(4)]
     held = [store.file(cache, row, version, chains[row]) for row in range(4)]
-    expected = [
-        item[:, :, : 2 * BLOCK].clone() for stored in cache.stores() for item in stored.values()
-    ]
+    expected = [item[:, :, : 2 * BLOCK].clone() for item in stored(cache)]
     for row in range(4):
         store.load(cache, 3 - row, held[row])
-    found = [item[:, :, : 2 * BLOCK] for stored in cache.stores() for item in stored.values()]
+    found = [item[:, :, : 2 * BLOCK] for item in stored(cache)]
     assert all(torch.equal(a, b.flip(0)) for a, b in zip(expected, found, strict=True))
+
+
+# --- rows ---
+
+
+def test_rows_keep_what_they_hold_while_they_grow_leave_and_change_order() -> None:
+    draw, cache = random.Random(5), filled_cache(1, 1)
+    held: list[list[list[Tensor]]] = [[]]  # by row and token, what every tensor has there
+
+    def at(row: int, token: int) -> list[Tensor]:
+        shelf, slot = cache.locate(row)
+        return [item[slot, :, token] for item in shelf.tensors]
+
+    for _ in range(100):
+        lengths = [len(row) + draw.choice((0, 1, 30)) for row in held]
+        lengths += [draw.randrange(1, 90) for _ in range(draw.choice((0, 0, 1, 3)))]
+        held += [[] for _ in range(len(lengths) - len(held))]
+        cache.reserve(lengths)
+        for row, length in enumerate(lengths):
+            for token in range(len(held[row]), length):
+                for place in at(row, token):
+                    place.copy_(torch.randn(place.shape))
+                held[row].append([place.clone() for place in at(row, token)])
+        order = draw.sample(range(len(held)), draw.randrange(max(0, len(held) - 2), len(held) + 1))
+        order = [row for row in order if len(held[row]) < 400]
+        cache.keep(order)
+        held = [held[row] for row in order]
+        for row, tokens in enumerate(held):
+            for token in draw.sample(range(len(tokens)), min(len(tokens), 5)):
+                pairs = zip(tokens[token], at(row, token), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs)
+        assert sorted(cache.order) == list(range(len(held)))
+
+
+def test_a_long_row_does_not_make_the_others_longer() -> None:
+    cache = filled_cache(30, 64)
+    cache.reserve([64] * 29 + [65])
+    cache.reserve([64] * 29 + [4096])
+    assert cache.size_bytes == (30 * 64 + 128 + 4096) * cache.token_bytes
+    assert [(shelf.length, len(shelf.rows)) for shelf in cache.shelves] == [(64, 29), (4096, 1)]
+
+
+def test_a_large_shelf_without_rows_frees_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.models.cache.rows.KEPT_SHELF_BYTES", 1000)
+    cache = filled_cache(3, 64)
+    cache.reserve([65] * 3)
+    assert cache.size_bytes == 3 * 128 * cache.token_bytes
+    cache.keep([])
+    assert cache.size_bytes == 0
+    cache.reserve([10])
+    assert cache.size_bytes == 64 * cache.token_bytes
 
 
 # --- attention ---
@@ -205,19 +259,17 @@ def test_decoding_beside_chunks_and_copies_equals_plain_attention(window: int | 
     for new, old in zip(d, c, strict=True):
         new[:, :19] = old[:, :19]
     cache = KVCache()
-    cache.reserve(4, 704)
+    cache.reserve([700, 30, 24, 21])
 
     def attend(context: CacheContext, parts: list[Tensor]) -> Tensor:
         return context.attend(0, *parts, scaling=0.3, sliding_window=window)
 
-    none = torch.zeros(0, dtype=torch.int64)
     groups = [ChunkGroup(0, 0, 699, (0,)), ChunkGroup(699, 0, 11, (1,))]
-    first = CacheContext(cache, positions=none, max_position=0, groups=groups)
+    first = CacheContext(cache, groups=groups)
     attend(first, packed(part(a, 0, 699), part(b, 0, 11)))
     second = CacheContext(
         cache,
-        positions=torch.tensor([699]),
-        max_position=699,
+        positions=np.array([699]),
         groups=[
             ChunkGroup(1, 11, 30, (1,)),
             ChunkGroup(20, 0, 24, (2,)),
@@ -231,31 +283,65 @@ def test_decoding_beside_chunks_and_copies_equals_plain_attention(window: int | 
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize("is_fast", [False, True])
+@pytest.mark.parametrize("window", [None, 70])
+def test_rows_of_all_lengths_decode_together(window: int | None, is_fast: bool) -> None:
+    """On three shelves, with rows in between that do not decode, and touching nothing of theirs."""
+    lengths = [20, 300, 64, 100, 7, 128, 64, 33]
+    sequences = [sequence(length) for length in lengths]
+    cache = KVCache()
+    cache.reserve([1] * 8)
+    groups, offset = [], 0
+    for row, length in enumerate(lengths[:6]):
+        groups.append(ChunkGroup(offset, 0, length - 1, (row,)))
+        offset += length - 1
+
+    def attend(context: CacheContext, parts: list[Tensor]) -> Tensor:
+        return context.attend(0, *parts, scaling=0.3, sliding_window=window)[0]
+
+    cache.reserve([*lengths[:6], 1, 1])
+    attend(
+        CacheContext(cache, groups=groups, is_fast=is_fast),
+        packed(*(part(s, 0, n - 1) for s, n in zip(sequences[:6], lengths, strict=False))),
+    )
+    cache.keep([5, 0, 4, 1, 2, 6, 7, 3])  # rows 5 and 6 of these have nothing yet
+    lengths = [lengths[row] for row in (5, 0, 4, 1, 2)]
+    sequences = [sequences[row] for row in (5, 0, 4, 1, 2)]
+    others = [item[slot] for shelf, slot in map(cache.locate, (5, 6, 7)) for item in shelf.tensors]
+    before = [item.clone() for item in others]
+    context = CacheContext(cache, positions=np.array(lengths) - 1, is_fast=is_fast)
+    assert len(context.decoded.sizes) == 2 * 3
+    out = attend(
+        context, packed(*(part(s, n - 1, n) for s, n in zip(sequences, lengths, strict=True)))
+    )
+    whole = [plain_attention(*items, window, 0.3)[:, -1:] for items in sequences]
+    assert_close(out, torch.cat(whole, dim=1))
+    assert all(torch.equal(a, b) for a, b in zip(before, others, strict=True))
+
+
 def test_rows_take_over_the_whole_length_of_another() -> None:
     cache, parts = KVCache(), packed(sequence(64))
-    cache.reserve(3, 64)
+    cache.reserve([64] * 3)
     context = CacheContext(
         cache,
-        positions=torch.zeros(0, dtype=torch.int64),
-        max_position=0,
         groups=[ChunkGroup(0, 0, 64, (1,))],
         copies=[RowCopy(1, (0, 2), 64)],
     )
     context.attend(0, *parts, scaling=0.3, sliding_window=None)
-    for store, given in zip(cache.stores(), parts[1:], strict=True):
-        assert all(torch.equal(store[0][row], given[0]) for row in range(3))
+    for item, given in zip(stored(cache), parts[1:], strict=True):
+        assert all(torch.equal(item[row], given[0]) for row in range(3))
 
 
 def test_filler_tokens_have_no_attention_and_touch_nothing() -> None:
     cache = filled_cache(2, 64)
-    before = [item.clone() for store in cache.stores() for item in store.values()]
-    context = CacheContext(cache, positions=torch.tensor([5]), max_position=5)
+    before = [item.clone() for item in stored(cache)]
+    context = CacheContext(cache, positions=np.array([5]))
     q, k, v = packed(sequence(4))
     out = context.attend(0, q, k, v, scaling=0.3, sliding_window=None)
     assert torch.equal(out[:, :, 1:], torch.zeros(1, HEADS, 3, WIDTH))
-    after = [item for store in cache.stores() for item in store.values()]
     changed = [
-        (x != y).any(-1).any(1).nonzero().tolist() for x, y in zip(before, after, strict=True)
+        (x != y).any(-1).any(1).nonzero().tolist()
+        for x, y in zip(before, stored(cache), strict=True)
     ]
     assert changed == [[[0, 5]], [], [[0, 5]], []]
 
@@ -266,5 +352,5 @@ def test_a_dropped_cache_remembers_its_layers() -> None:
     cache.drop()
     assert (cache.size_bytes, cache.num_layers, cache.token_bytes) == (0, 2, size)
     assert size == 2 * 2 * KV_HEADS * WIDTH * 4
-    cache.reserve(1, 10)
+    cache.reserve([10])
     assert cache.size_bytes == 64 * size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -108,8 +109,9 @@ def probe(model: PreTrainedModel, *, tolerance: float) -> int:
     pieces = []
     for position in range(4, 8):
         tokens = torch.stack([ids[position - 4], ids[position]])
-        positions = torch.tensor([position - 1, position], device=model.device)
-        context = CacheContext(cache, positions=positions, max_position=position)
+        host = np.array([position - 1, position])
+        positions = torch.from_numpy(host).to(model.device)
+        context = CacheContext(cache, positions=host)
         pieces.append(_logits(model, tokens, positions, context)[1:])
     change = (whole - alone).abs().mean().clamp(min=LEAST_CHANGE)
     difference = ((whole - torch.cat(pieces).log_softmax(-1)).abs().mean() / change).item()
@@ -124,13 +126,13 @@ def probe(model: PreTrainedModel, *, tolerance: float) -> int:
 
 
 def _prefill(model: PreTrainedModel, cache: KVCache, sequences: list[Tensor]) -> Tensor:
-    cache.reserve(len(sequences), 16)
+    cache.reserve([16] * len(sequences))
     groups, offset = [], 0
     for row, ids in enumerate(sequences):
         groups.append(ChunkGroup(offset, 0, len(ids), (row,)))
         offset += len(ids)
     positions = torch.cat([torch.arange(len(ids), device=model.device) for ids in sequences])
-    context = CacheContext(cache, positions=positions[:0], max_position=0, groups=groups)
+    context = CacheContext(cache, groups=groups)
     return _logits(model, torch.cat(sequences), positions, context)
 
 

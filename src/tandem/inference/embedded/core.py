@@ -210,8 +210,9 @@ class EmbeddedCore:
             return []
         lanes = self._lanes
         self._make_room()
+        self._cache.reserve(lanes.lengths)
+        self._arrange()
         plan = plan_pass(lanes, self._options.max_tokens_per_pass)
-        self._cache.reserve(len(lanes), int(lanes.lengths.max()))
         output = self._runner.run(lanes, plan)
         self._note_progress(plan, output)
         self.counters.steps += 1
@@ -222,6 +223,21 @@ class EmbeddedCore:
         if self._streamed:
             self._tell(drawn)
         return self._collect(drawn, plan.num_decode)
+
+    def _arrange(self) -> None:
+        """Give rows that all decode the order in which they lie, where one attention call serves
+        them: nothing has to be gathered for it then."""
+        order = self._cache.order
+        if len(self._cache.shelves) == 1 and order != list(range(len(order))):
+            lanes = self._lanes
+            if (lanes.cached == lanes.lengths - 1).all():
+                self._order(order)
+
+    def _order(self, rows: Sequence[int]) -> None:
+        """Row ``rows[i]`` is row i from here on, the others are gone."""
+        self._cache.keep(rows)
+        self._lanes.keep(rows)
+        self._sampler = None
 
     def _make_room(self) -> None:
         """Give every row the blocks it needs, by sending the last ones back, or else admit more."""
@@ -234,7 +250,7 @@ class EmbeddedCore:
         first = len(lanes)
         if self._scheduler.admit(lanes):
             self._sampler = None
-            self._cache.reserve(len(lanes), int(lanes.lengths.max()))
+            self._cache.reserve(lanes.lengths)
             self._sharing.load(lanes, first, self.version)
 
     def _send_back(self, rows: list[int]) -> None:
@@ -323,25 +339,13 @@ class EmbeddedCore:
         return respond(job, made, reason, self.limits, self._clock())
 
     def _leave(self, rows: Sequence[int]) -> None:
-        """Remove rows. Those that are ready to decode stay the first ones, holes among them are
-        filled from their end; the others keep their order."""
+        """Remove rows; the others keep their order."""
         if not rows:
             return
         lanes, gone = self._lanes, set(rows)
         self._scheduler.release(lanes, list(rows))
         self._sharing.release(lanes.jobs[row] for row in rows)
-        ready = (lanes.cached == lanes.lengths - 1) & (lanes.cached > 0)
-        num_ready = len(lanes) if ready.all() else int((~ready).argmax())
-        staying = [row for row in range(num_ready) if row not in gone]
-        fillers = [row for row in staying if row >= len(staying)]
-        order = [fillers.pop() if row in gone else row for row in range(len(staying))]
-        order += [row for row in range(num_ready, len(lanes)) if row not in gone]
-        moves = [(a, b) for b, a in enumerate(order) if a != b and lanes.cached[a] > 0]
-        if moves:
-            sources, targets = [a for a, _ in moves], [b for _, b in moves]
-            self._cache.move(sources, targets, int(lanes.cached[sources].max()))
-        lanes.keep(order)
-        self._sampler = None
+        self._order([row for row in range(len(lanes)) if row not in gone])
         is_idle = not lanes.jobs and not len(self._scheduler)
         if is_idle and self._cache.size_bytes > KEPT_CACHE_BYTES:
             self._cache.drop()

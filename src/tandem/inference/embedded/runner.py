@@ -18,7 +18,6 @@ from tandem.inference.embedded.linears import PackedLinears, min_rows
 from tandem.inference.embedded.plan import Chunk, Plan
 from tandem.inference.embedded.recorded import RecordedDecode
 from tandem.models.cache import CacheContext, ChunkGroup, KVCache
-from tandem.models.invariant import KEY_BLOCK, KEY_MULTIPLE
 
 Int64s = npt.NDArray[np.int64]
 
@@ -60,19 +59,16 @@ class Runner:
         layout = _Layout(lanes, plan)
         tokens = self._tensor(_filled(layout.tokens, self._min_rows))
         positions = _filled(layout.positions, self._min_rows)
-        positions_N = self._tensor(positions)
-        decoded = positions[: plan.num_decode]
         context = CacheContext(
             self._cache,
-            positions=positions_N[: plan.num_decode],
-            max_position=int(decoded.max()) if plan.num_decode else 0,
+            positions=positions[: plan.num_decode],
             groups=layout.groups,
             copies=plan.copies,
             is_fast=self._is_fast,
         )
         index, scored = layout.logit_index, layout.scored
         wanted = np.concatenate([index, *(item.index for item in scored)])
-        logits = self._forward(tokens, positions_N, context, wanted)
+        logits = self._forward(tokens, self._tensor(positions), context, wanted)
         return Output(logits[: len(index)].float(), self._score(logits[len(index) :], scored))
 
     def _decode(self, lanes: Lanes) -> Tensor:
@@ -81,13 +77,7 @@ class Runner:
         last = lanes.lengths - 1
         tokens = self._tensor(_filled(lanes.tokens[np.arange(n), last], self._min_rows))
         positions = self._tensor(_filled(last, self._min_rows))
-        max_position = int(last.max())
-        context = CacheContext(
-            self._cache,
-            positions=positions[:n],
-            max_position=max_position,
-            is_fast=self._is_fast,
-        )
+        context = CacheContext(self._cache, positions=last, is_fast=self._is_fast)
 
         def plain() -> Tensor:
             output = self._model(
@@ -100,10 +90,10 @@ class Runner:
         if self.recorded is None or not self._cache.num_layers:
             return plain()[:n]
         is_wide = self._packed is not None and rows >= self._packed.wide_rows
-        kind = (min(rows, 2), is_wide, n < rows, max_position // KEY_BLOCK)
-        stores = [item for store in self._cache.stores() for item in store.values()]
-        inputs = [tokens, positions, *context.shared(), *stores]
-        return self.recorded.run(kind, (n, max_position // KEY_MULTIPLE), inputs, plain)[:n]
+        decoded = context.decoded
+        kind = (min(rows, 2), is_wide, n < rows, *decoded.form)
+        inputs = [tokens, positions, *decoded.inputs]
+        return self.recorded.run(kind, (n, *decoded.sizes), inputs, plain)[:n]
 
     def _weights(self) -> list[Tensor]:
         """All tensors of the model, as they are now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -36,11 +36,8 @@ class PrefixStore:
     def load(self, cache: KVCache, row: int, blocks: Sequence[int]) -> None:
         """Copy ``blocks`` to the beginning of ``row``."""
         index = torch.tensor(blocks, device=cache.device)
-        places = torch.arange(len(blocks), device=cache.device)
-        rows = torch.full_like(places, row)
-        for at, store in enumerate(cache.stores()):
-            for layer, item in store.items():
-                KVCache.blocked(item)[rows, :, places] = self._stores[at, layer][index]
+        for name, item in _parts(cache, row):
+            KVCache.blocked(item)[: len(blocks)] = self._stores[name][index]
 
     def file(
         self, cache: KVCache, row: int, version: WeightVersion, keys: Sequence[bytes]
@@ -62,23 +59,26 @@ class PrefixStore:
         return held
 
     def _copy_in(self, cache: KVCache, row: int, held: Sequence[int], first: int) -> None:
-        self._reserve(cache, max(held) + 1)
+        self._reserve(cache, row, max(held) + 1)
         index = torch.tensor(held[first:], device=cache.device)
-        places = torch.arange(first, len(held), device=cache.device)
-        rows = torch.full_like(places, row)
-        for at, store in enumerate(cache.stores()):
-            for layer, item in store.items():
-                self._stores[at, layer][index] = KVCache.blocked(item)[rows, :, places]
+        for name, item in _parts(cache, row):
+            self._stores[name][index] = KVCache.blocked(item)[first : len(held)]
 
-    def _reserve(self, cache: KVCache, slots: int) -> None:
+    def _reserve(self, cache: KVCache, row: int, slots: int) -> None:
         if slots <= self._slots:
             return
         self._slots = min(self.pool.capacity, max(slots, 2 * self._slots, FIRST_SLOTS))
-        for at, store in enumerate(cache.stores()):
-            for layer, item in store.items():
-                shape = KVCache.blocked(item).shape
-                grown = item.new_empty(self._slots, shape[1], shape[3], shape[4])
-                old = self._stores.get((at, layer))
-                if old is not None:
-                    grown[: old.shape[0]] = old
-                self._stores[at, layer] = grown
+        for name, item in _parts(cache, row):
+            grown = item.new_empty(self._slots, *KVCache.blocked(item).shape[1:])
+            old = self._stores.get(name)
+            if old is not None:
+                grown[: old.shape[0]] = old
+            self._stores[name] = grown
+
+
+def _parts(cache: KVCache, row: int) -> Iterator[tuple[tuple[int, int], Tensor]]:
+    """What a row holds, ``[kv_heads, length, D]``, under (keys or values, layer)."""
+    shelf, slot = cache.locate(row)
+    for at, store in enumerate((shelf.keys, shelf.values)):
+        for layer, item in store.items():
+            yield (at, layer), item[slot]
