@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from tandem.cli import app
 from tandem.errors import ConfigError, EngineError
+from tandem.testing import inference_speed
 from tandem.testing.inference_speed import latencies
 from tandem.types import LLMResponse
 
@@ -55,6 +57,23 @@ def test_rates_and_ratios_of_all_engines_are_written(tiny_model_dir: Path, tmp_p
     assert row["over_transformers"] > 0
     assert row["latency"]["gap_p50_ms"] <= row["latency"]["gap_p99_ms"]
     assert f"2 (×{row['over_vllm']:.2f})" in result.output
+
+
+@pytest.mark.parametrize(
+    ("products", "used"),
+    [("emulated", ["bfloat16", "float32"]), ("vectors", ["bfloat16"] * 2)],
+)
+def test_transformers_has_its_better_dtype(
+    tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, products: str, used: list[str]
+) -> None:
+    monkeypatch.setattr(inference_speed, "bf16_products", lambda: products)
+    result = invoke(
+        tiny_model_dir,
+        *("--concurrent", "1,2", "--prompt-tokens", 8, "--new-tokens", 2, "--repeats", 1),
+    )
+    assert result.exit_code == 0, result.exception
+    assert re.findall(r'"transformers_dtype": "(\w+)"', result.output) == used
+    assert (" in float32" in result.output) == (products == "emulated")
 
 
 @pytest.mark.parametrize(

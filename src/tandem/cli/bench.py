@@ -98,6 +98,8 @@ def _table(figures: dict[str, Any]) -> Table:
         column.justify = "right"
     for row in figures["rows"]:
         rates = {name: f"{row[name]['median_tokens_per_s']:.0f}" for name in ("tandem", *peers)}
+        if row.get("transformers_dtype", figures["dtype"]) != figures["dtype"]:
+            rates["transformers"] += f" in {row['transformers_dtype']}"
         wait = row["latency"]
         table.add_row(
             str(row["concurrent"]),

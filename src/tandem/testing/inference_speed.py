@@ -26,6 +26,7 @@ from tandem.config import InferenceConfig
 from tandem.errors import ConfigError, EngineError
 from tandem.inference.embedded import ChildBackend
 from tandem.models.directories import quiet_transformers
+from tandem.models.processor import bf16_products
 from tandem.types import GenerationConfig, LLMRequest, LLMResponse
 
 Prompts = Sequence[Sequence[int]]
@@ -119,6 +120,8 @@ def _measure(
             responses += ours.responses
     row: dict[str, Any] = {"concurrent": count, "rounds": len(rates["tandem"])}
     row["latency"] = latencies(responses)
+    if isinstance(theirs := peers.get("transformers"), TransformersPeer):
+        row["transformers_dtype"] = theirs.dtypes[count == 1]
     for name, found in rates.items():
         row[name] = {
             "max_tokens_per_s": round(max(found), 1),
@@ -214,18 +217,30 @@ class EmbeddedPeer:
 
 
 class TransformersPeer:
-    """``model.generate`` on one padded batch, with its default cache and attention."""
+    """``model.generate`` on one padded batch, with its default cache and attention.
+
+    Where bfloat16 is emulated, more than one prompt is generated for in float32, as its user would.
+    """
 
     def __init__(self, model_dir: str, plan: SpeedPlan) -> None:
+        is_slow = plan.dtype == "bfloat16" and bf16_products() == "emulated"
+        counts = {count == 1 for count in plan.concurrent}
+        self.dtypes = {one: "float32" if is_slow and not one else plan.dtype for one in counts}
+        """By whether there is one prompt."""
         with quiet_transformers():
-            self._model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=plan.dtype).eval()
-        self._model.generation_config.eos_token_id = None
+            self._models = {
+                dtype: AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+                for dtype in set(self.dtypes.values())
+            }
+        for model in self._models.values():
+            model.generation_config.eos_token_id = None
 
     @torch.inference_mode()
     def run(self, prompts: Prompts, new_tokens: int) -> float:
         ids = torch.tensor(prompts)
+        model = self._models[self.dtypes[len(prompts) == 1]]
         begun = time.perf_counter()
-        made = self._model.generate(
+        made = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=True,
@@ -239,7 +254,7 @@ class TransformersPeer:
         return seconds
 
     def close(self) -> None:
-        del self._model
+        self._models.clear()
 
 
 class VLLMPeer:

@@ -182,14 +182,17 @@ class CacheContext:
         return self._bands[name]
 
 
-_Part = tuple[Shelf, list[int], list[int]]
+_Part = tuple[Shelf, list[int] | slice, list[int]]
 """Of some rows: a shelf, which of them lie there, and in which slots."""
 
 
 def _by_shelf(cache: KVCache, rows: Sequence[int]) -> list[_Part]:
-    found: dict[int, _Part] = {}
-    for index, (shelf, slot) in enumerate(map(cache.locate, rows)):
-        _, which, slots = found.setdefault(shelf.length, (shelf, [], []))
-        which.append(index)
-        slots.append(slot)
-    return list(found.values())
+    places = [cache.locate(row) for row in rows]
+    shelves = {shelf.length: shelf for shelf, _ in places}
+    if len(shelves) == 1:
+        return [(places[0][0], slice(None), [slot for _, slot in places])]
+    found: list[_Part] = []
+    for shelf in shelves.values():
+        which = [index for index, place in enumerate(places) if place[0] is shelf]
+        found.append((shelf, which, [places[index][1] for index in which]))
+    return found
