@@ -84,7 +84,7 @@ def test_transformers_has_its_better_dtype(
         (("--dtype", "int8"), "--dtype"),
         (("--numerics", "exact"), "--numerics"),
         (("--json", "none/such/out.json"), "--json"),
-        (("--prompt-tokens", 100000, "--concurrent", 1), "context"),
+        (("--prompt-tokens", 100000, "--concurrent", 1), "--prompt-tokens 100000 and --new-tokens"),
         (("--vllm", "/no/such/python", "--no-transformers"), "vllm"),
     ],
 )

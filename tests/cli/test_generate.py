@@ -91,6 +91,15 @@ def test_output_that_cannot_be_written_is_a_config_error(
     assert "--jsonl-out" in str(result.exception)
 
 
+def test_output_does_not_replace_the_input(tiny_model_dir: Path, tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "1 + 2 ="}\n')
+    result = invoke(tiny_model_dir, "--jsonl-in", path, "--jsonl-out", path)
+    assert isinstance(result.exception, ConfigError)
+    assert "--jsonl-in" in str(result.exception)
+    assert path.read_text() == '{"prompt": "1 + 2 ="}\n'
+
+
 def test_character_without_a_token_is_an_error(tiny_model_dir: Path) -> None:
     result = invoke(tiny_model_dir, "-p", "1", "-p", "2é")
     assert isinstance(result.exception, DataError)

@@ -31,6 +31,22 @@ def test_unknown_key_is_refused_with_a_suggestion(bed: Bed, tandem_command: Comm
     assert not bed.run_dir().exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "allowed"),
+    [("inference.threads=1000", "allowed here: 1 to"), (f"run.seed={2**63}", "less than")],
+)
+def test_numbers_beyond_the_machine_are_refused_before_anything_is_written(
+    bed: Bed, tandem_command: Command, override: str, allowed: str
+):
+    ended = tandem_command(*bed.arguments(override))
+    assert ended.code == CONFIG
+    assert ended.message.startswith(
+        f"error: {override.split('=')[0]}: got {override.split('=')[1]}"
+    )
+    assert allowed in ended.message
+    assert not bed.run_dir().exists()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_absent_device_is_refused_before_anything_is_written(bed: Bed, tandem_command: Command):
     ended = tandem_command(*bed.arguments("train.device=cuda"))

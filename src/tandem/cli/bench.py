@@ -52,8 +52,14 @@ def inference(
     _one_of("--numerics", numerics, ("matched", "fast"))
     if json_path is not None and not json_path.parent.is_dir():
         raise ConfigError(f"--json {str(json_path)!r}: its folder does not exist; make it first")
+    from tandem.models.loading import context_length
     from tandem.testing.inference_speed import SpeedPlan, measure_speed
 
+    if prompt_tokens + new_tokens > (context := context_length(str(path))):
+        raise ConfigError(
+            f"--prompt-tokens {prompt_tokens} and --new-tokens {new_tokens}: allowed together: at "
+            f"most the model's context of {context}"
+        )
     plan = SpeedPlan(
         concurrent=counts,
         prompt_tokens=prompt_tokens,
@@ -92,7 +98,8 @@ def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
 def _table(figures: dict[str, Any]) -> Table:
     """In a peer's column: its rate, and ours over it."""
     peers = [name for name in ("transformers", "vllm") if name in figures["rows"][0]]
-    title = f"tokens/s, median of {figures['repeats']}, {figures['dtype']}"
+    rounds = f"medians of {figures['repeats']} rounds, × of their ratios"
+    title = f"tokens/s, {figures['dtype']}; {rounds}"
     table = Table("at once", "tandem", *peers, "first token ms", "gap ms", title=title)
     for column in table.columns:
         column.justify = "right"

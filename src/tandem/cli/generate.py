@@ -81,7 +81,9 @@ def generate(
     if not rows and not asks:
         raise ConfigError("nothing to complete; give --prompt TEXT or --jsonl-in FILE")
     with contextlib.ExitStack() as stack:
-        file = None if jsonl_out is None else stack.enter_context(_open_output(jsonl_out))
+        file = None
+        if jsonl_out is not None:
+            file = stack.enter_context(_open_output(jsonl_out, jsonl_in))
         writer = stack.enter_context(Writer(path, config, dtype, chat=chat))
         sources = [row for row in rows for _ in range(n)]
         console = Console()
@@ -92,8 +94,13 @@ def generate(
             _converse(writer, n, console)
 
 
-def _open_output(path: Path) -> TextIO:
+def _open_output(path: Path, source: Path | None) -> TextIO:
     """Opened before the work, so that a bad path costs none; a file that is there is replaced."""
+    if source is not None and path.exists() and path.samefile(source):
+        raise ConfigError(
+            f"--jsonl-out {str(path)!r}: is the file of --jsonl-in, which it would replace; name "
+            "another"
+        )
     try:
         return path.open("w", encoding="utf-8")
     except OSError as error:

@@ -20,13 +20,16 @@ from tandem.config.section import (
 from tandem.config.urls import check_scheme
 from tandem.types import GenerationConfig
 
+Seed = Annotated[int, Field(ge=0, lt=2**62)]
+"""With room below 64 bits for the seeds that are made of it."""
+
 
 class RunConfig(Section):
     """Identity of a run. Its directory is ``output_dir/name``."""
 
     name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     output_dir: str = "outputs"
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     threads: PositiveInt | None = Field(
         None, description="torch threads of the training process; None: cores minus the generator's"
     )
@@ -238,7 +241,7 @@ class DataConfig(Section):
     task: str | None = None
     task_kwargs: dict[str, Any] = {}
     size: PositiveInt | None = Field(None, description="rows used; required for procedural data")
-    seed: NonNegativeInt = Field(0, description="seed of procedural data and of the shuffle")
+    seed: Seed = Field(0, description="seed of procedural data and of the shuffle")
     shuffle: bool = True
     columns: dict[str, str] = Field({}, description="our column name -> the file's")
     prompt_template: str | None = Field(None, description="e.g. '{question} ='; None: the column")

@@ -6,6 +6,7 @@ How it is divided over ranks afterwards is the backend's.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +55,7 @@ def build_model(
         CapabilityError: the architecture cannot be trained with packing.
     """
     if config.dtype == "bfloat16" and device.type == "cpu" and bf16_products() == "emulated":
-        log.warning(
-            "train.dtype: this processor multiplies bfloat16 many times more slowly than float32; "
-            "set train.dtype=float32 unless its memory does not suffice"
-        )
+        _warn_of_emulation()
     is_half = config.dtype == "bfloat16" and lora is not None
     dtype = torch.bfloat16 if is_half else torch.float32
     model: Any = load_model(model_type, path, dtype=dtype, device=device, seed=seed)
@@ -71,6 +69,15 @@ def build_model(
         peft_config = inject_adapter(model, lora, seed=seed)
         check_head(model)
     return model, peft_config
+
+
+@cache
+def _warn_of_emulation() -> None:
+    """Once a process."""
+    log.warning(
+        "dtype: bfloat16 is emulated by this processor, many times more slowly than float32; "
+        "choose float32 where a model is trained"
+    )
 
 
 def enable_checkpointing(model: Any, config: TrainConfig) -> None:

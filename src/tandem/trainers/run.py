@@ -187,6 +187,12 @@ def _check_machine(config: Root) -> None:
         for key, train in ((name, section), (f"{name}.train", getattr(section, "train", None))):
             if isinstance(train, TrainConfig):
                 check_device(train.device, f"{key}.device")
+    inference, cores = getattr(config, "inference", None), os.cpu_count() or 1
+    if inference is not None and inference.threads > cores:
+        raise ConfigError(
+            f"inference.threads: got {inference.threads}, allowed here: 1 to {cores}, the cores of "
+            "this machine"
+        )
     if config.checkpoint.upload_url is not None:
         check_store(config.checkpoint.upload_url)
 
